@@ -1,0 +1,316 @@
+"""Events in, actions out: everything the core is told and everything it answers.
+
+`CacheCore.handle(event, now_s)` returns actions. Exactly one of them is the event's **reply** where the
+event is a request (`Reply`); the others are **instructions** that the node carries out (`Instruction`)
+and reports back as further events. A request that is refused raises from `kvtier.errors` and leaves the
+core as it was.
+
+Requests that change something carry `call_id`: a repeat under the same (engine, call_id) returns the
+first reply and no instruction.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.types import BlockId, Key, Layout, Slot, TierKind
+
+# ---- events: requests of engines
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterEngine:
+    """An engine process and the layout of its blocks. Repeating it with the same layout is fine."""
+
+    call_id: bytes
+    engine: str
+    layout: Layout
+    fingerprint: bytes
+    description: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """How many leading blocks do all of shards 0 .. shard_count-1 have? Holds them for `request`.
+
+    The hold belongs to the request's id alone: the process that asks (the engine's scheduler) and
+    those that load (its workers) are registered under different ids.
+    """
+
+    engine: str
+    request: str
+    keys: Sequence[Key]
+    shard_count: int
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Lease these blocks of one shard for reading; ends the hold of `request` for that shard."""
+
+    call_id: bytes
+    engine: str
+    request: str
+    keys: Sequence[Key]
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The reads under `lease` have ended. Exactly one of `lease` and `request` is given."""
+
+    call_id: bytes
+    engine: str
+    lease: int | None = None
+    request: str | None = None
+    corrupt_keys: Sequence[Key] = ()
+    shard: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Slots for a chain of new blocks that continues `parent` (None: begins a prompt)."""
+
+    call_id: bytes
+    engine: str
+    parent: Key | None
+    keys: Sequence[Key]
+    shard: int
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """These reserved slots are written; make the blocks visible."""
+
+    call_id: bytes
+    engine: str
+    reservation: int
+    keys: Sequence[Key]
+    checksums: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """No copy into these slots can still run; free them. No keys: all that are not committed."""
+
+    call_id: bytes
+    engine: str
+    reservation: int
+    keys: Sequence[Key] = ()
+
+
+# ---- events: requests of operators
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Protect the leading blocks of `keys` that are here (every shard) for `ttl_s`."""
+
+    call_id: bytes
+    keys: Sequence[Key]
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """End one pin, or every pin whose deepest block is ``keys[-1]``."""
+
+    call_id: bytes
+    pin: int | None = None
+    keys: Sequence[Key] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Drop these blocks and all that continue them, except leased and pinned ones."""
+
+    call_id: bytes
+    keys: Sequence[Key]
+
+
+# ---- events: what the node observed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDied:
+    """Proof: the kernel dropped the engine's flock, so nothing of it can still write or read."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """An earlier `Drop` has finished: these slots can be reused."""
+
+    tier: TierKind
+    slots: Sequence[Slot]
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """An earlier `Verify` has finished; `intact` is false where the checksum did not match."""
+
+    verify: int
+    intact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """A tier has more bytes than at the last event (an old arena was given up)."""
+
+    tier: TierKind
+    allocated_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scrub:
+    """Choose up to `blocks` resident blocks for background verification."""
+
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: leases, holds, reservations and pins may have run out."""
+
+
+Request = RegisterEngine | Lookup | Load | Release | Reserve | Commit | Abort | Pin | Unpin | Evict
+Observation = EngineDied | Dropped | Verified | Grow | Scrub | Tick
+Event = Request | Observation
+
+
+# ---- actions: replies
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The engine is known; its blocks take slots of this size."""
+
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """`blocks` leading keys are held; `reason` ("", "missing", "limit") says why not more."""
+
+    blocks: int
+    estimate_s: float
+    hold_ttl_s: float
+    reason: str
+    tiers: dict[TierKind, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """Leading keys that are in these slots; fewer than asked where some are gone."""
+
+    lease: int
+    slots: list[Slot]
+    checksums: list[bytes]
+    lease_ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Whether lease or hold was valid until now."""
+
+    valid: bool
+
+
+class ReserveState(enum.IntEnum):
+    """Answer for one key of a `Reserve`; the values are those of the wire."""
+
+    GRANTED = 1
+    PRESENT = 2
+    BUSY = 3
+    REFUSED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """`slots[i]` is None where ``states[i]`` is not GRANTED; `reservation` is 0 where none is."""
+
+    reservation: int
+    states: list[ReserveState]
+    slots: list[Slot | None]
+    reservation_ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """So many blocks became visible."""
+
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """So many slots were given back."""
+
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """`blocks` leading keys are protected under `pin` (0 where none is here)."""
+
+    pin: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unpinned:
+    """So many pins ended."""
+
+    pins: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """So many blocks were dropped, and so many stayed because they are leased or pinned."""
+
+    blocks: int
+    kept: int
+
+
+Reply = (
+    Registered | Offered | Leased | Released | Reserved | Committed | Aborted | Pinned | Unpinned | Evicted
+)
+
+
+# ---- actions: instructions
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Delete what is in these slots, then answer `Dropped`. Not used for tiers that free at once."""
+
+    tier: TierKind
+    slots: list[Slot]
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Compare the slot's bytes with the checksum, then answer `Verified`. The core holds the block."""
+
+    verify: int
+    block: BlockId
+    tier: TierKind
+    slot: Slot
+    block_bytes: int
+    checksum: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """For the log and the metrics: blocks that are gone although nobody asked; `reason` says why."""
+
+    blocks: list[BlockId]
+    reason: str
+
+
+Instruction = Drop | Verify | Lost
+Action = Reply | Instruction
