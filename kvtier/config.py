@@ -1,0 +1,302 @@
+"""The one configuration of a node, and the only reader of the environment.
+
+`Config.load` takes, first match wins: explicit values (command line), environment variables
+``KVTIER_<FIELD>``, a TOML file (``--config`` or ``KVTIER_CONFIG``), the defaults below. `Config(...)`
+itself reads neither environment nor file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket as sockets
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ByteSize,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from kvtier import machine
+from kvtier.errors import ConfigError
+
+MIB: Final = 1 << 20
+MAX_SOCKET_PATH_BYTES: Final = 107
+"""What `sun_path` of a Unix socket's address holds."""
+_WIRE_BYTES_PER_KEY: Final = 48
+_WIRE_BYTES_PER_CALL: Final = 64 << 10
+_PREFIX: Final = "KVTIER_"
+_BYTE_SIZE: Final = TypeAdapter(ByteSize)
+
+
+def _absolute(path: Path) -> Path:
+    path = path.expanduser()
+    if not path.is_absolute():
+        raise ValueError("the path has to be absolute")
+    return path
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+Size = Annotated[int, BeforeValidator(lambda value: _parse_size(value))]
+Directory = Annotated[Path, AfterValidator(_absolute)]
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Verify = Annotated[Literal["off", "sample", "all"], BeforeValidator(_lower)]
+
+
+def _parse_size(value: Any) -> int:
+    if not isinstance(value, bool) and isinstance(value, int | str):
+        try:
+            return int(_BYTE_SIZE.validate_python(value))
+        except ValidationError:
+            pass
+    raise ValueError("allowed is a whole number of bytes, or a size like '512MiB' or '8GiB'")
+
+
+def _data_dir() -> Path:
+    if os.geteuid() == 0:
+        return Path("/var/lib/kvtier")
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "kvtier"
+
+
+def _run_dir() -> Path:
+    if os.geteuid() == 0:
+        return Path("/run/kvtier")
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "kvtier" if base else Path(f"/tmp/kvtier-{os.geteuid()}")
+
+
+class Config(BaseSettings):
+    """Everything that can be configured; frozen. Sizes are in bytes, times in seconds."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix=_PREFIX, env_ignore_empty=True, validate_default=True
+    )
+
+    node_name: str = Field("", max_length=253, description="name for operators; empty: the host's name")
+    data_dir: Directory = Field(
+        default_factory=_data_dir, description="identity and lock of this node; one live daemon each"
+    )
+    run_dir: Directory = Field(
+        default_factory=_run_dir, description="socket and lock files of engines; mode 0700"
+    )
+    socket: Directory = Field(
+        default_factory=lambda data: data["run_dir"] / "kvtier.sock",
+        description=f"Unix socket of the daemon, at most {MAX_SOCKET_PATH_BYTES} bytes long",
+    )
+
+    shm_dir: Directory = Field(Path("/dev/shm"), description="file system of shared memory for the arena")
+    extent_bytes: Size = Field(64 * MIB, description="unit of the arena: whole pages, 64 KiB to 1 GiB")
+    dram_bytes: Size = Field(  # type: ignore[assignment]  # becomes an int in `_choose_dram`
+        "auto",
+        description="hard cap of the DRAM tier, rounded down to whole extents: bytes, '8GiB', or 'auto' "
+        "(a quarter of memory, at most half of what is free)",
+    )
+    old_arena_deadline_s: Seconds = Field(
+        30.0, description="after this time arenas of an earlier daemon that engines still map are emptied"
+    )
+
+    lease_ttl_s: Seconds = Field(30.0, description="a read may take this long")
+    hold_ttl_s: Seconds = Field(30.0, description="an offer stays protected this long")
+    reservation_ttl_s: Seconds = Field(60.0, description="a store may take this long")
+    engine_poll_s: Seconds = Field(0.5, description="how often engines are probed for life")
+    tick_s: Seconds = Field(0.5, description="how often leases, holds, reservations and pins are expired")
+
+    max_engines: Count = Field(64, description="engine processes registered at once")
+    max_keys_per_call: Count = Field(65_536, description="keys in one call")
+    max_leases_per_engine: Count = Field(1024, description="leases that one engine has at once")
+    max_holds: Count = Field(65_536, description="requests with an offer at once")
+    max_leased_fraction: Fraction = Field(0.5, description="part of a tier that one engine may lease")
+    max_unfinished_fraction: Fraction = Field(
+        0.25, description="part of a tier that one engine may have reserved or in quarantine"
+    )
+    max_pinned_fraction: Fraction = Field(0.5, description="part of a tier that may be pinned")
+    max_replies: Count = Field(4096, description="answers kept per engine for repeated calls")
+    max_message_bytes: Size = Field(4 * MIB, description="size of one message, 128 KiB to 1 GiB")
+
+    verify_loads: Verify = Field("sample", description="which loads engines check: off, sample or all")
+    verify_commits: Verify = Field("sample", description="which commits the node checks: off, sample or all")
+    scrub_bytes_per_s: Size = Field(
+        64 * MIB, description="bytes that are verified in the background each second; 0: none"
+    )
+
+    metrics_port: int = Field(
+        9470, ge=-1, le=65_535, description="Prometheus metrics on loopback; 0: any free port, -1: off"
+    )
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)
+    ] = Field("info", description="debug, info, warning, error or critical")
+    log_format: Annotated[Literal["auto", "json", "console"], BeforeValidator(_lower)] = Field(
+        "auto", description="logs on stderr: json, console, or auto (console on a terminal)"
+    )
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, {})) from None
+
+    @classmethod
+    def load(cls, config_file: Path | str | None = None, **overrides: Any) -> Self:
+        """The configuration from all sources.
+
+        Parameters
+        ----------
+        config_file
+            TOML file whose top-level keys are fields; None: the one that ``KVTIER_CONFIG`` names, if any.
+        overrides
+            Explicit values; None means "not given".
+
+        Raises
+        ------
+        ConfigError
+            Names the field, its value, where it came from and what is allowed.
+        """
+        config_file = config_file or os.environ.get(f"{_PREFIX}CONFIG") or None
+        origins: dict[str, str] = {}
+        values: dict[str, Any] = {}
+        for origin, found in (
+            (f"file {config_file}", _read_toml(Path(config_file)) if config_file else {}),
+            ("environment", EnvSettingsSource(cls)()),
+            ("command line", {name: value for name, value in overrides.items() if value is not None}),
+        ):
+            values |= found
+            origins |= {name: _origin(origin, name) for name in found}
+        self = cls.__new__(cls)
+        try:
+            BaseSettings.__init__(self, **values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, origins)) from None
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what is passed: `load` merges the sources, so that it can say where a value came from."""
+        return (init_settings,)
+
+    @field_validator("node_name")
+    @classmethod
+    def _name_the_node(cls, value: str) -> str:
+        return value or sockets.gethostname()
+
+    @field_validator("socket")
+    @classmethod
+    def _fit_the_socket(cls, value: Path) -> Path:
+        length = len(os.fsencode(value))
+        if length > MAX_SOCKET_PATH_BYTES:
+            raise ValueError(
+                f"the path has {length} bytes, a Unix socket's has at most {MAX_SOCKET_PATH_BYTES}"
+            )
+        return value
+
+    @field_validator("extent_bytes")
+    @classmethod
+    def _whole_pages(cls, value: int) -> int:
+        if value % mmap.PAGESIZE or not 64 << 10 <= value <= 1 << 30:
+            raise ValueError(f"allowed is a multiple of {mmap.PAGESIZE} between 64 KiB and 1 GiB")
+        return value
+
+    @field_validator("dram_bytes", mode="before")
+    @classmethod
+    def _choose_dram(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, str) or value.strip().lower() != "auto":
+            return value
+        # Where one of these is itself not allowed, its own error is the one to report.
+        return _auto_dram_bytes(
+            info.data.get("shm_dir", Path()), info.data.get("extent_bytes", mmap.PAGESIZE)
+        )
+
+    @field_validator("dram_bytes")
+    @classmethod
+    def _whole_extents(cls, value: int, info: ValidationInfo) -> int:
+        extent_bytes = info.data.get("extent_bytes", mmap.PAGESIZE)
+        if not extent_bytes <= value < 1 << 50:
+            raise ValueError(f"allowed is one extent ({extent_bytes} bytes) or more")
+        return value // int(extent_bytes) * int(extent_bytes)
+
+    @field_validator("max_message_bytes")
+    @classmethod
+    def _bounded_messages(cls, value: int) -> int:
+        if not 128 << 10 <= value <= 1 << 30:
+            raise ValueError("allowed is 128 KiB to 1 GiB")
+        return value
+
+    @model_validator(mode="after")
+    def _keys_fit_a_message(self) -> Self:
+        need = self.max_keys_per_call * _WIRE_BYTES_PER_KEY + _WIRE_BYTES_PER_CALL
+        if need > self.max_message_bytes:
+            raise ValueError(
+                f"max_keys_per_call is {self.max_keys_per_call}: a call of so many keys has {need} bytes, "
+                f"but max_message_bytes is {self.max_message_bytes}; raise it or lower max_keys_per_call"
+            )
+        return self
+
+
+def _auto_dram_bytes(shm_dir: Path, extent_bytes: int) -> int:
+    """A quarter of memory, at most half of what is free; never below one extent.
+
+    Never an error: a command that only needs the socket loads the same configuration, also while the
+    daemon's own arena fills the shared memory. The arena itself says at start what is missing.
+    """
+    limits = [machine.memory_total_bytes() // 4, machine.memory_available_bytes() // 2]
+    try:
+        limits.append(machine.free_bytes(shm_dir) // 2)
+    except OSError:
+        limits.append(0)
+    return max(extent_bytes, min(limits) // extent_bytes * extent_bytes)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the configuration file {path} is not TOML: {error}") from error
+
+
+def _origin(origin: str, name: str) -> str:
+    return f"environment {_PREFIX}{name.upper()}" if origin == "environment" else origin
+
+
+def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
+    """All that is wrong, one line each: field, value, where it came from, what is allowed."""
+    return "\n".join(
+        _explain_one(dict(detail), origins)
+        for detail in error.errors(include_url=False)
+        if detail["type"] != "default_factory_not_called"
+    )
+
+
+def _explain_one(detail: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    if not detail["loc"]:
+        return message
+    name = str(detail["loc"][0])
+    where = f" ({origins[name]})" if name in origins else ""
+    if detail["type"] == "extra_forbidden":
+        return f"{name}{where} is not a field: allowed are {', '.join(sorted(Config.model_fields))}"
+    message = message[:1].lower() + message[1:]
+    return f"{name} is {detail['input']!r}{where}: {message} [{Config.model_fields[name].description}]"

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from kvtier import machine
+from kvtier.config import MIB, Config
+from kvtier.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("KVTIER_"):
+            monkeypatch.delenv(name)
+
+
+def toml(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_defaults_need_nothing() -> None:
+    config = Config.load()
+    assert config.socket == config.run_dir / "kvtier.sock"
+    assert config.node_name
+    assert config.extent_bytes == 64 * MIB
+    assert config.dram_bytes % config.extent_bytes == 0
+    assert config.dram_bytes >= config.extent_bytes
+    assert config.metrics_port == 9470
+
+
+def test_each_source_beats_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = toml(tmp_path / "kvtier.toml", "lease_ttl_s = 1\nhold_ttl_s = 1\ntick_s = 1\n")
+    monkeypatch.setenv("KVTIER_LEASE_TTL_S", "2")
+    monkeypatch.setenv("KVTIER_HOLD_TTL_S", "2")
+    config = Config.load(file, lease_ttl_s=3, tick_s=None)
+    assert (config.lease_ttl_s, config.hold_ttl_s, config.tick_s) == (3, 2, 1)
+    assert config.reservation_ttl_s == 60
+
+
+def test_the_environment_can_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_CONFIG", str(toml(tmp_path / "kvtier.toml", "max_engines = 7\n")))
+    assert Config.load().max_engines == 7
+    other = toml(tmp_path / "other.toml", "max_engines = 8\n")
+    assert Config.load(other).max_engines == 8
+
+
+def test_an_empty_variable_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_MAX_ENGINES", "")
+    assert Config.load().max_engines == 64
+
+
+def test_the_plain_constructor_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_MAX_ENGINES", "7")
+    assert Config().max_engines == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("512MiB", 512 * MIB),
+        ("8GiB", 8 << 30),
+        ("1.5 GiB", 3 << 29),
+        (128 * MIB, 128 * MIB),
+        (str(128 * MIB), 128 * MIB),
+        (100 * MIB, 64 * MIB),
+        ("1GB", 10**9 // (64 * MIB) * 64 * MIB),
+    ],
+)
+def test_sizes_are_whole_extents(text: object, size_bytes: int) -> None:
+    assert Config(dram_bytes=text).dram_bytes == size_bytes
+
+
+def test_auto_is_a_part_of_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory_total_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(machine, "memory_available_bytes", lambda: 60 << 30)
+    monkeypatch.setattr(machine, "free_bytes", lambda directory: 40 << 30)
+    assert Config(dram_bytes="AUTO").dram_bytes == 16 << 30
+    monkeypatch.setattr(machine, "free_bytes", lambda directory: 10 << 30)
+    assert Config().dram_bytes == 5 << 30
+    monkeypatch.setattr(machine, "memory_available_bytes", lambda: 2 << 30)
+    assert Config().dram_bytes == 1 << 30
+
+
+def test_auto_is_never_an_error_for_commands_that_need_no_arena(tmp_path: Path) -> None:
+    config = Config(shm_dir=tmp_path / "missing")
+    assert config.dram_bytes == config.extent_bytes
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("dram_bytes", "8GGiB", "'8GiB'"),
+        ("dram_bytes", 1.5, "whole number"),
+        ("dram_bytes", True, "whole number"),
+        ("dram_bytes", -1, "whole number"),
+        ("dram_bytes", "1MiB", f"one extent ({64 * MIB} bytes)"),
+        ("dram_bytes", "4EiB", "one extent"),
+        ("extent_bytes", 1000, "multiple of"),
+        ("extent_bytes", "2GiB", "1 GiB"),
+        ("run_dir", "relative/dir", "absolute"),
+        ("socket", "/" + "x" * 120, "107"),
+        ("lease_ttl_s", 0, "greater than 0"),
+        ("lease_ttl_s", float("nan"), "finite"),
+        ("lease_ttl_s", "soon", "number"),
+        ("max_engines", 0, "greater than or equal to 1"),
+        ("max_leased_fraction", 1.5, "less than or equal to 1"),
+        ("max_message_bytes", 1, "128 KiB"),
+        ("verify_loads", "maybe", "'off', 'sample' or 'all'"),
+        ("scrub_bytes_per_s", -1, "whole number"),
+        ("metrics_port", 65_536, "65535"),
+        ("log_level", "loud", "'debug'"),
+    ],
+)
+def test_what_is_not_allowed_names_field_value_and_what_is(field: str, value: object, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(allowed)) as caught:
+        Config.load(**{field: value})
+    assert f"{field} is {value!r} (command line)" in str(caught.value)
+    with pytest.raises(ConfigError, match=re.escape(allowed)):
+        Config(**{field: value})
+
+
+def test_an_error_says_which_source_it_is_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = toml(tmp_path / "kvtier.toml", "max_engines = 0\n")
+    monkeypatch.setenv("KVTIER_MAX_HOLDS", "many")
+    with pytest.raises(ConfigError) as caught:
+        Config.load(file)
+    assert f"max_engines is 0 (file {file})" in str(caught.value)
+    assert "max_holds is 'many' (environment KVTIER_MAX_HOLDS)" in str(caught.value)
+
+
+def test_an_unknown_key_is_an_error_that_lists_the_fields(tmp_path: Path) -> None:
+    file = toml(tmp_path / "kvtier.toml", 'dram_byte = "8GiB"\n')
+    with pytest.raises(ConfigError, match=r"dram_byte \(file .*\) is not a field: allowed are .*dram_bytes"):
+        Config.load(file)
+
+
+@pytest.mark.parametrize("text", ["= nonsense", "max_engines = 1\nmax_engines = 2"])
+def test_a_file_that_is_not_toml(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"bad\.toml is not TOML"):
+        Config.load(toml(tmp_path / "bad.toml", text))
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
+        Config.load(tmp_path / "none.toml")
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Config.load(binary)
+
+
+def test_a_call_of_the_most_keys_fits_a_message() -> None:
+    with pytest.raises(ConfigError, match=r"max_keys_per_call is 100000.*max_message_bytes"):
+        Config(max_keys_per_call=100_000)
+    assert Config(max_keys_per_call=100_000, max_message_bytes="8MiB").max_keys_per_call == 100_000
+
+
+def test_one_bad_field_is_reported_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(run_dir="relative", extent_bytes=3)
+    lines = str(caught.value).splitlines()
+    assert [line.split()[0] for line in lines] == ["run_dir", "extent_bytes"]
+
+
+def test_a_configuration_does_not_change() -> None:
+    config = Config()
+    with pytest.raises(ValueError, match="frozen"):
+        config.max_engines = 3  # type: ignore[misc]
+
+
+def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, usage = tmp_path / "memory.max", tmp_path / "memory.current"
+    monkeypatch.setattr(machine, "_CGROUP_LIMITS", ((limit, usage),))
+    whole = machine.memory_total_bytes()
+    limit.write_text("max\n")
+    usage.write_text("1\n")
+    assert machine.memory_total_bytes() == whole
+    limit.write_text(f"{256 * MIB}\n")
+    usage.write_text(f"{100 * MIB}\n")
+    assert machine.memory_total_bytes() == 256 * MIB
+    assert machine.memory_available_bytes() == 156 * MIB
