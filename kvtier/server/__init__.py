@@ -1,0 +1,1 @@
+"""gRPC services on one Unix socket: translation only."""

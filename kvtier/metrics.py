@@ -1,0 +1,178 @@
+"""Prometheus metrics on loopback: few series, none named after an engine, a key or a tenant.
+
+What the core counts is read when it is scraped, on the node's event loop; only what the core cannot know
+(latencies, faults of media) is counted here.
+"""
+
+from __future__ import annotations
+
+import socketserver
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvtier.errors import ResourceShortage
+
+LOOPBACK: Final = "127.0.0.1"
+SCRAPE_TIMEOUT_S: Final = 5.0
+_LATENCY_BUCKETS_S: Final = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one scrape shows of a node.
+
+    Attributes
+    ----------
+    counters
+        Name without prefix and suffix -> value since the start (fields of `Counters` in admin.proto).
+    tiers
+        Tier's name -> state of its bytes (``resident``, ``reserved``, ...) -> bytes.
+    blocks
+        Tier's name -> resident blocks.
+    """
+
+    counters: Mapping[str, int]
+    tiers: Mapping[str, Mapping[str, int]]
+    blocks: Mapping[str, int]
+    engines: int
+    uptime_s: float
+    info: Mapping[str, str] = field(default_factory=dict)
+
+
+class Metrics:
+    """The node's registry. Observing is thread-safe; scraping asks `source`, which may hop threads."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.rpc_seconds = Histogram(
+            "kvtier_rpc_seconds",
+            "Time the node took for a call",
+            ["method"],
+            buckets=_LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.rpc_errors = Counter(
+            "kvtier_rpc_errors", "Calls refused, by class of error", ["method", "error"], registry=self.registry
+        )
+        self.lost_blocks = Counter(
+            "kvtier_lost_blocks", "Blocks gone though nobody asked", ["reason"], registry=self.registry
+        )
+        self.verified_bytes = Counter(
+            "kvtier_verified_bytes", "Bytes hashed by the node", ["where"], registry=self.registry
+        )
+        self.mismatches = Counter(
+            "kvtier_checksum_mismatches", "Blocks whose bytes were wrong", ["where"], registry=self.registry
+        )
+        self.tier_faults = Counter(
+            "kvtier_tier_faults", "Operations that a medium failed", ["tier"], registry=self.registry
+        )
+
+    def read_from(self, source: Callable[[], Sample]) -> None:
+        """Let scrapes show what `source` returns; it is called in the thread that scrapes."""
+        self.registry.register(_NodeCollector(source))
+
+
+class _NodeCollector(Collector):
+    def __init__(self, source: Callable[[], Sample]) -> None:
+        self._source = source
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        sample = self._source()
+        for name, value in sample.counters.items():
+            yield CounterMetricFamily(f"kvtier_{name}", f"{name} since the start", value=value)
+        tier_bytes = GaugeMetricFamily("kvtier_tier_bytes", "Bytes of a tier by state", labels=["tier", "state"])
+        for tier, states in sample.tiers.items():
+            for state, value in states.items():
+                tier_bytes.add_metric([tier, state], value)
+        yield tier_bytes
+        blocks = GaugeMetricFamily("kvtier_tier_blocks", "Resident blocks of a tier", labels=["tier"])
+        for tier, value in sample.blocks.items():
+            blocks.add_metric([tier], value)
+        yield blocks
+        yield GaugeMetricFamily("kvtier_engines", "Engine processes registered", value=sample.engines)
+        yield GaugeMetricFamily("kvtier_uptime_seconds", "Time since the start", value=sample.uptime_s)
+        info = GaugeMetricFamily("kvtier_node_info", "Always 1", labels=list(sample.info))
+        info.add_metric(list(sample.info.values()), 1)
+        yield info
+
+
+class MetricsServer:
+    """Answers scrapes on loopback, one at a time, in a thread of its own.
+
+    Parameters
+    ----------
+    port
+        0: any free port.
+
+    Raises
+    ------
+    ResourceShortage
+        From `start`: the port is in use.
+    """
+
+    def __init__(self, metrics: Metrics, port: int) -> None:
+        self._metrics = metrics
+        self._port = port
+        self._server: _Server | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def address(self) -> str:
+        """``host:port`` while it runs, otherwise empty."""
+        return f"{LOOPBACK}:{self._server.server_port}" if self._server else ""
+
+    def start(self) -> None:
+        """Bind and answer from now on."""
+        try:
+            self._server = _Server((LOOPBACK, self._port), _Handler)
+        except OSError as error:
+            raise ResourceShortage(
+                f"metrics_port {self._port} on {LOOPBACK} cannot be used ({error.strerror}): "
+                "choose another, 0 for any free one or -1 for no metrics"
+            ) from error
+        self._server.set_app(make_wsgi_app(self._metrics.registry))
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="kvtier-metrics", kwargs={"poll_interval": 0.25}, daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop and free the port; idempotent. Blocks for a running scrape at most."""
+        if self._server is None or self._thread is None:
+            return
+        self._server.shutdown()
+        self._thread.join(SCRAPE_TIMEOUT_S)
+        self._server.server_close()
+        self._server = self._thread = None
+
+
+class _Server(WSGIServer):
+    request_queue_size = 16
+
+    def server_bind(self) -> None:
+        # Not HTTPServer's: that asks the resolver for the host's name, which can take seconds.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = LOOPBACK, self.server_address[1]
+        self.setup_environ()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SCRAPE_TIMEOUT_S  # a client that says nothing cannot hold the only thread for ever
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not news."""
+
+    def address_string(self) -> str:
+        return str(self.client_address[0])
