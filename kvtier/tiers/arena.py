@@ -1,0 +1,391 @@
+"""The DRAM tier: one file of shared memory in fixed-size extents, mapped by the engines of the node.
+
+The file has its full size from the start; memory stands behind its first `allocated_bytes` only, and
+slots lie below that. Arenas of earlier daemons that engines still map count against the cap, so a
+restarted daemon may open with less than its cap, or nothing, and grows as engines move over. Their
+names and locks, and how an engine maps an arena safely, are told in `leftovers.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar, Final
+
+import numpy as np
+
+from kvtier import machine
+from kvtier.errors import ConfigError, ResourceShortage, TierFault
+from kvtier.interfaces import Tier, TierTraits
+from kvtier.tiers import leftovers, shm
+from kvtier.tiers.leftovers import OldArena
+from kvtier.types import PAGE_SIZE_BYTES, Slot, TierKind
+
+Progress = Callable[[int, int], object]
+"""Called with (bytes ready, bytes wanted), on the event loop that opened the arena."""
+
+GROW_STEP_BYTES: Final = 1 << 30
+"""One background step allocates at most so much before `grow` reports it (one extent at least)."""
+_INLINE_COPY_BYTES: Final = 256 << 10
+_GIB: Final = 1 << 30
+
+_log = logging.getLogger(__name__)
+
+
+class Arena(Tier):
+    """Shared memory that engines on this node map; implements `Tier`, `Mapped` and `Growing`.
+
+    Memory is allocated, given back and counted on one thread of its own, so that the event loop never
+    waits for the kernel. Use one object for one `open` and `close`.
+
+    Parameters
+    ----------
+    node_id, incarnation
+        Identity of this daemon; the caller holds the lock of its data directory.
+    capacity_bytes
+        Hard cap over this arena and all older ones of this node; a multiple of `extent_bytes`.
+    extent_bytes
+        Unit of allocation, whole pages.
+    shm_dir
+        Where the file lies; a tmpfs.
+    old_arena_deadline_s
+        How long after `open` engines may keep memory of older arenas; then it is taken from under them
+        (what they map reads as zeros, and no lease of a dead daemon is valid).
+    on_progress
+        Told how far `open` is.
+    clock_s
+        Monotonic time; a parameter for tests.
+    """
+
+    kind: ClassVar[TierKind] = TierKind.DRAM
+    traits: ClassVar[TierTraits] = TierTraits(frees_at_once=True)
+
+    def __init__(
+        self,
+        *,
+        node_id: str,
+        incarnation: int,
+        capacity_bytes: int,
+        extent_bytes: int,
+        shm_dir: Path = Path("/dev/shm"),
+        old_arena_deadline_s: float = 30.0,
+        on_progress: Progress | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if extent_bytes <= 0 or extent_bytes % mmap.PAGESIZE:
+            raise ConfigError(f"extent_bytes is {extent_bytes}: allowed is a multiple of {mmap.PAGESIZE}")
+        if capacity_bytes <= 0 or capacity_bytes % extent_bytes:
+            raise ConfigError(f"dram_bytes is {capacity_bytes}: allowed is a multiple of {extent_bytes}")
+        self._node_id = node_id
+        self._incarnation = incarnation
+        self._capacity_bytes = capacity_bytes
+        self._extent_bytes = extent_bytes
+        self._shm_dir = shm_dir
+        self._deadline_after_s = old_arena_deadline_s
+        self._on_progress = on_progress
+        self._clock_s = clock_s
+        self._deadline_s = 0.0
+        self._allocated_bytes = 0
+        self._owner_fd: int | None = None
+        self._fd: int | None = None
+        self._mapping: mmap.mmap | None = None
+        self._bytes: memoryview | None = None
+        self._old: tuple[OldArena, ...] = ()
+        self._old_lock = threading.Lock()  # between the worker's closing of descriptors and readers of them
+        self._stopping = threading.Event()
+        self._complained = False
+        self._worker: ThreadPoolExecutor | None = None
+        self._step: Future[None] | None = None
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The hard cap, older arenas included; also the size of the file that engines map."""
+        return self._capacity_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes from offset 0 that memory stands behind."""
+        return self._allocated_bytes
+
+    @property
+    def extent_bytes(self) -> int:
+        """Size of an extent."""
+        return self._extent_bytes
+
+    @property
+    def arena_id(self) -> int:
+        """What `Slot.arena` has to be."""
+        return self._incarnation & 0xFFFFFFFF
+
+    @property
+    def path(self) -> Path:
+        """The file that engines map."""
+        return leftovers.arena_path(self._shm_dir, self._node_id, self._incarnation)
+
+    @property
+    def old_arena_bytes(self) -> int:
+        """Memory of older arenas of this node that engines still map, measured now."""
+        with self._old_lock:
+            return sum(old.used_bytes for old in self._old)
+
+    # ---- the life of the medium
+
+    async def open(self) -> None:
+        """Remove leftovers, allocate, map and touch the memory; a second call changes nothing.
+
+        Raises
+        ------
+        ResourceShortage
+            Memory, the file system or a limit of the process is too small; names `dram_bytes`.
+        AlreadyRunning
+            A live daemon has this node's arena.
+        """
+        if self._worker is not None:
+            return
+        loop = asyncio.get_running_loop()
+        report = self._on_progress
+
+        def progress(done_bytes: int, wanted_bytes: int) -> None:
+            if report is not None:
+                loop.call_soon_threadsafe(report, done_bytes, wanted_bytes)
+
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvtier-arena")
+        try:
+            await loop.run_in_executor(self._worker, self._open, progress)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Unmap and remove the arena, give its memory back; engines keep a mapping that reads zeros."""
+        self._stopping.set()
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        # The thread's own queue orders this behind a step that still runs (at most one chunk of work).
+        await asyncio.get_running_loop().run_in_executor(worker, self._close)
+        worker.shutdown()
+
+    def grow(self) -> int:
+        """Let the worker look after older arenas and take what has become free; never waits.
+
+        Returns what is usable now: the effect of a step is seen by a later call.
+        """
+        if self._worker is None or self._bytes is None:
+            return 0
+        if self._step is not None and self._step.done():
+            self._step.result()  # a bug in a step surfaces here
+            self._step = None
+        pending = self._old or self._allocated_bytes < self._capacity_bytes
+        if pending and self._step is None:
+            self._step = self._worker.submit(self._grow)
+        return self._allocated_bytes
+
+    # ---- bytes
+
+    def view(self, slot: Slot) -> memoryview:
+        """The slot's bytes themselves, writable; valid until `close`. Raises `TierFault`."""
+        begin = self._checked(slot)
+        assert self._bytes is not None
+        return self._bytes[begin : begin + slot.size_bytes]
+
+    async def read(self, slots: Sequence[Slot], into: Sequence[memoryview]) -> None:
+        """Fill each buffer from the start of its slot; raises `TierFault` before any byte is copied."""
+        views = self._views(slots, into)
+        await self._copy([(buffer.cast("B"), view) for buffer, view in zip(into, views, strict=True)])
+
+    async def write(self, slots: Sequence[Slot], payloads: Sequence[memoryview]) -> None:
+        """Write each payload at the start of its slot; raises `TierFault` before any byte is copied."""
+        views = self._views(slots, payloads)
+        await self._copy([(view, payload.cast("B")) for view, payload in zip(views, payloads, strict=True)])
+
+    async def drop(self, slots: Sequence[Slot]) -> None:
+        """Nothing to do for memory but to check the slots; raises `TierFault`."""
+        for slot in slots:
+            self._checked(slot)
+
+    def _views(self, slots: Sequence[Slot], buffers: Sequence[memoryview]) -> list[memoryview]:
+        if len(slots) != len(buffers):
+            raise TierFault(f"{len(slots)} slots were given with {len(buffers)} buffers")
+        views = [self.view(slot) for slot in slots]
+        for slot, buffer in zip(slots, buffers, strict=True):
+            if buffer.nbytes > slot.size_bytes:
+                raise TierFault(f"{buffer.nbytes} bytes do not fit {slot}")
+        return [view[: buffer.nbytes] for view, buffer in zip(views, buffers, strict=True)]
+
+    def _checked(self, slot: Slot) -> int:
+        """Offset of a slot that lies inside one allocated extent of this arena."""
+        if self._bytes is None:
+            raise TierFault(f"the arena {self.path.name} is not open")
+        begin, size = slot.offset_bytes, slot.size_bytes
+        if (
+            slot.arena != self.arena_id
+            or size <= 0
+            or begin < 0
+            or begin % PAGE_SIZE_BYTES
+            or begin + size > self._allocated_bytes
+            or begin // self._extent_bytes != slot.extent
+            or (begin + size - 1) // self._extent_bytes != slot.extent
+        ):
+            raise TierFault(
+                f"{slot} is no slot of arena {self.arena_id}, which has {self._allocated_bytes} bytes "
+                f"in extents of {self._extent_bytes}"
+            )
+        return begin
+
+    async def _copy(self, pairs: list[tuple[memoryview, memoryview]]) -> None:
+        if sum(target.nbytes for target, _ in pairs) <= _INLINE_COPY_BYTES:
+            _copy_all(pairs)
+        else:
+            await asyncio.to_thread(_copy_all, pairs)
+
+    # ---- the worker's side: nothing below runs on the event loop
+
+    def _open(self, progress: Progress) -> None:
+        self._owner_fd = leftovers.own(self._shm_dir, self._node_id)
+        try:
+            self._old = tuple(leftovers.retire_own(self._shm_dir, self._node_id))
+            for path in leftovers.remove_orphans(self._shm_dir, self._node_id):
+                _log.info("removed %s: its daemon is dead", path)
+            self._deadline_s = self._clock_s() + self._deadline_after_s
+            wanted_bytes = self._room_bytes()
+            self._check_machine(wanted_bytes)
+            progress(0, wanted_bytes)
+            self._create()
+            self._extend(wanted_bytes, progress)
+        except OSError as error:
+            raise ResourceShortage(self._shortage(error)) from error
+
+    def _create(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(self.path, flags, 0o600)
+        os.fchmod(self._fd, 0o600)
+        os.ftruncate(self._fd, self._capacity_bytes)
+        self._mapping = mmap.mmap(self._fd, self._capacity_bytes)
+        self._bytes = memoryview(self._mapping)
+
+    def _extend(self, target_bytes: int, progress: Progress | None = None) -> None:
+        """Allocate and touch up to `target_bytes`, extent by extent; stops early on `close`."""
+        while self._allocated_bytes < target_bytes:
+            begin, end = self._allocated_bytes, self._allocated_bytes + self._extent_bytes
+            for offset_bytes in range(begin, end, shm.CHUNK_BYTES):
+                if self._stopping.is_set():
+                    return
+                self._back(offset_bytes, min(shm.CHUNK_BYTES, end - offset_bytes))
+            self._allocated_bytes = end
+            if progress is not None:
+                progress(end, target_bytes)
+
+    def _back(self, offset_bytes: int, size_bytes: int) -> None:
+        assert self._fd is not None
+        assert self._mapping is not None
+        shm.allocate(self._fd, offset_bytes, size_bytes)
+        shm.advise(self._mapping, offset_bytes, size_bytes)
+        shm.populate(self._mapping, offset_bytes, size_bytes)
+
+    def _room_bytes(self) -> int:
+        """What this arena may have: the cap less what older ones still take, in whole extents."""
+        room_bytes = max(0, self._capacity_bytes - self.old_arena_bytes)
+        return room_bytes // self._extent_bytes * self._extent_bytes
+
+    def _grow(self) -> None:
+        before_bytes = self._allocated_bytes
+        try:
+            self._settle_old()
+            step_bytes = max(GROW_STEP_BYTES // self._extent_bytes, 1) * self._extent_bytes
+            self._extend(min(self._room_bytes(), before_bytes + step_bytes))
+        except OSError as error:
+            self._give_back()
+            if not self._complained:
+                _log.warning("the arena cannot grow now and tries again: %s", self._shortage(error))
+            self._complained = True
+        else:
+            self._complained = False
+        if self._allocated_bytes > before_bytes:
+            _log.info("the arena grew to %d of %d bytes", self._allocated_bytes, self._capacity_bytes)
+
+    def _give_back(self) -> None:
+        """Return what a failed step got of the next extent: what is not usable is not taken either."""
+        assert self._fd is not None
+        if self._allocated_bytes < self._capacity_bytes:
+            shm.punch(self._fd, self._allocated_bytes, self._extent_bytes)
+
+    def _settle_old(self) -> None:
+        """Remove older arenas that no engine maps any more; past the deadline take their memory."""
+        free = [old for old in self._old if old.is_free()]
+        with self._old_lock:
+            self._old = tuple(old for old in self._old if old not in free)
+        for old in free:
+            old.remove()
+        if self._clock_s() < self._deadline_s:
+            return
+        for old in self._old:
+            if taken_bytes := old.used_bytes:
+                _log.warning("took %d bytes of %s from engines that still map it", taken_bytes, old.path)
+                old.punch()
+
+    def _close(self) -> None:
+        """Give everything back; also what a failed `_open` left."""
+        if self._bytes is not None:
+            self._bytes.release()
+            self._bytes = None
+        if self._mapping is not None:
+            try:
+                self._mapping.close()
+            except BufferError:
+                _log.debug("a view of the arena is still in use: it is unmapped with the last view")
+            self._mapping = None
+        self._allocated_bytes = 0
+        with self._old_lock:
+            kept, self._old = self._old, ()
+        if self._fd is not None:
+            mine = leftovers.retire(self.path, self._fd)
+            self._fd = None
+            kept += (mine,) if mine is not None else ()
+        for old in kept:
+            if old.is_free():
+                old.remove()
+            else:
+                old.punch()
+                os.close(old.fd)
+        if self._owner_fd is not None:
+            leftovers.disown(self._shm_dir, self._node_id, self._owner_fd)
+            self._owner_fd = None
+
+    def _check_machine(self, wanted_bytes: int) -> None:
+        """Say what is missing before anything is taken."""
+        total, available = machine.memory_total_bytes(), machine.memory_available_bytes()
+        free = machine.free_bytes(self._shm_dir)
+        name = f"dram_bytes is {self._capacity_bytes} ({self._capacity_bytes / _GIB:.2f} GiB)"
+        lower = "lower dram_bytes or set it to 'auto'"
+        if self._capacity_bytes > total:
+            raise ResourceShortage(f"{name}, but there are only {total} bytes of memory: {lower}")
+        if wanted_bytes > available:
+            raise ResourceShortage(f"{name}, but only {available} bytes of memory are available: {lower}")
+        if wanted_bytes > free:
+            raise ResourceShortage(
+                f"{name}, but only {free} bytes are free in {self._shm_dir}: {lower}, or enlarge it"
+            )
+
+    def _shortage(self, error: OSError) -> str:
+        causes = {
+            errno.ENOSPC: f"{self._shm_dir} is full: lower dram_bytes or enlarge it",
+            errno.EFBIG: "the limit on file sizes is lower: raise it (ulimit -f) or lower dram_bytes",
+            errno.ENOMEM: "memory or address space does not suffice: raise ulimit -v or lower dram_bytes",
+            errno.EFAULT: "the machine ran out of memory: lower dram_bytes",
+        }
+        cause = causes.get(error.errno or 0, f"{self.path} cannot be made in shm_dir")
+        return f"dram_bytes is {self._capacity_bytes}, but {cause} ({error})"
+
+
+def _copy_all(pairs: list[tuple[memoryview, memoryview]]) -> None:
+    for target, source in pairs:  # numpy releases the GIL, a memoryview's slice assignment does not
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
