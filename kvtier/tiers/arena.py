@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import mmap
 import os
 import threading
@@ -22,7 +21,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from kvtier import machine
+from kvtier import logs, machine
 from kvtier.errors import ConfigError, ResourceShortage, TierFault
 from kvtier.interfaces import Tier, TierTraits
 from kvtier.tiers import leftovers, shm
@@ -37,7 +36,7 @@ GROW_STEP_BYTES: Final = 1 << 30
 _INLINE_COPY_BYTES: Final = 256 << 10
 _GIB: Final = 1 << 30
 
-_log = logging.getLogger(__name__)
+_log = logs.get("arena")
 
 
 class Arena(Tier):
@@ -254,7 +253,7 @@ class Arena(Tier):
         try:
             self._old = tuple(leftovers.retire_own(self._shm_dir, self._node_id))
             for path in leftovers.remove_orphans(self._shm_dir, self._node_id):
-                _log.info("removed %s: its daemon is dead", path)
+                _log.info("removed the arena of a dead daemon", path=str(path))
             self._deadline_s = self._clock_s() + self._deadline_after_s
             wanted_bytes = self._room_bytes()
             self._check_machine(wanted_bytes)
@@ -305,12 +304,12 @@ class Arena(Tier):
         except OSError as error:
             self._give_back()
             if not self._complained:
-                _log.warning("the arena cannot grow now and tries again: %s", self._shortage(error))
+                _log.warning("the arena cannot grow now and tries again", error=self._shortage(error))
             self._complained = True
         else:
             self._complained = False
         if self._allocated_bytes > before_bytes:
-            _log.info("the arena grew to %d of %d bytes", self._allocated_bytes, self._capacity_bytes)
+            _log.info("the arena grew", allocated_bytes=self._allocated_bytes)
 
     def _give_back(self) -> None:
         """Return what a failed step got of the next extent: what is not usable is not taken either."""
@@ -329,7 +328,9 @@ class Arena(Tier):
             return
         for old in self._old:
             if taken_bytes := old.used_bytes:
-                _log.warning("took %d bytes of %s from engines that still map it", taken_bytes, old.path)
+                _log.warning(
+                    "took memory from engines that still map it", path=str(old.path), bytes=taken_bytes
+                )
                 old.punch()
 
     def _close(self) -> None:

@@ -24,7 +24,6 @@ if not; and the daemon renames *before* it probes. Whichever comes first, one of
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import re
 import stat
@@ -34,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvtier import logs
 from kvtier.errors import AlreadyRunning, ResourceShortage
 from kvtier.tiers import shm
 
@@ -44,7 +44,7 @@ _OWNER_POLL_S: Final = 0.05
 _NAME: Final = re.compile(r"kvtier-(?P<node>[0-9a-z]{1,12})-(?P<incarnation>[0-9]+)\.(?:arena|old)")
 _OPEN_FLAGS: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
-_log = logging.getLogger(__name__)
+_log = logs.get("arena")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def retire_own(shm_dir: Path, node_id: str) -> list[OldArena]:
     for path in _arenas(shm_dir, node_id[:NODE_PREFIX_CHARS]):
         fd = _open_ours(path)
         if fd is None:
-            _log.warning("%s is no file of this user and is left alone", path)
+            _log.warning("no file of this user: left alone", path=str(path))
         elif (old := retire(path, fd)) is not None:
             kept.append(old)
     return kept
