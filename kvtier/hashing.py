@@ -1,0 +1,79 @@
+"""Checksums of slots, computed beside the event loop: XXH3-128, GIL released, bounded threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import xxhash
+
+from kvtier.interfaces import Mapped, Tier
+from kvtier.types import Slot, TierKind
+
+INLINE_BYTES: Final = 1 << 20
+"""Up to so many bytes are hashed at once on the loop (some 0.1 ms): a thread would cost more."""
+HASH_THREADS: Final = 2
+READ_GROUP_BLOCKS: Final = 16
+"""Blocks of a tier that is not mapped are read and hashed in groups of so many."""
+
+
+def checksum(block: memoryview) -> bytes:
+    """16 bytes, XXH3-128 as a big-endian digest."""
+    return xxhash.xxh3_128_digest(block)
+
+
+class Hasher:
+    """Compares slots with checksums. Used from the event loop only."""
+
+    def __init__(self, tiers: Mapping[TierKind, Tier]) -> None:
+        self._tiers = tiers
+        self._pool = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="kvtier-hash")
+
+    def is_inline(self, kind: TierKind, blocks: int, block_bytes: int) -> bool:
+        """Whether `mismatches_now` may be called for so much."""
+        return isinstance(self._tiers[kind], Mapped) and blocks * block_bytes <= INLINE_BYTES
+
+    def mismatches_now(
+        self, kind: TierKind, slots: Sequence[Slot], block_bytes: int, checksums: Sequence[bytes]
+    ) -> int:
+        """How many of these slots hold other bytes than their checksum says; blocks the loop."""
+        tier = self._tiers[kind]
+        assert isinstance(tier, Mapped)
+        return _count(_views(tier, slots, block_bytes), checksums)
+
+    async def mismatches(
+        self, kind: TierKind, slots: Sequence[Slot], block_bytes: int, checksums: Sequence[bytes]
+    ) -> int:
+        """The same beside the loop; raises `TierFault` where the medium cannot be read."""
+        tier = self._tiers[kind]
+        loop = asyncio.get_running_loop()
+        if isinstance(tier, Mapped):
+            return await loop.run_in_executor(
+                self._pool, _count, _views(tier, slots, block_bytes), checksums
+            )
+        wrong = 0
+        for first in range(0, len(slots), READ_GROUP_BLOCKS):
+            group = slots[first : first + READ_GROUP_BLOCKS]
+            buffers = [memoryview(bytearray(block_bytes)) for _ in group]
+            await tier.read(group, buffers)
+            expected = checksums[first : first + READ_GROUP_BLOCKS]
+            wrong += await loop.run_in_executor(self._pool, _count, buffers, expected)
+        return wrong
+
+    def close(self) -> None:
+        """Wait for what runs, so that no thread reads a tier that is closed next."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _views(tier: Mapped, slots: Sequence[Slot], block_bytes: int) -> list[memoryview]:
+    return [tier.view(slot)[:block_bytes] for slot in slots]
+
+
+def _count(views: Sequence[memoryview], checksums: Sequence[bytes]) -> int:
+    wrong = 0
+    for view, expected in zip(views, checksums, strict=True):
+        wrong += checksum(view) != expected
+        view.release()
+    return wrong

@@ -1,0 +1,346 @@
+"""Runs the core: carries its instructions out, feeds what happened back, owns the clock.
+
+Everything here runs on one event loop, so that core and node need no locks. The node decides nothing: it
+checks what the core cannot see (bytes of slots, locks of processes) and does what the core says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from kvtier import logs
+from kvtier.config import Config
+from kvtier.core import messages as m
+from kvtier.core.cache import CacheCore
+from kvtier.core.stats import BlockPlace, CoreStats
+from kvtier.errors import Conflict, Corruption, KvtierError, TierFault, Unavailable
+from kvtier.hashing import Hasher
+from kvtier.interfaces import Growing, Tier
+from kvtier.metrics import Metrics
+from kvtier.types import Key, Slot, TierKind
+
+DROP_ATTEMPTS: Final = 5
+DROP_RETRY_S: Final = 1.0
+MAX_SCRUB_BLOCKS: Final = 128
+"""Blocks that one tick asks for at most, however small they are."""
+_TYPICAL_BLOCK_BYTES: Final = 1 << 20
+
+log = logs.get("node")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this node is; `incarnation` grows at each start."""
+
+    node_id: str
+    incarnation: int
+    name: str
+
+
+class EngineLocks(Protocol):
+    """The lock files of engine processes (`kvtier.liveness`)."""
+
+    def held(self, engine: str) -> bool:
+        """Whether a live process holds the lock of `engine`."""
+        ...
+
+    def remove(self, engine: str) -> None:
+        """Delete the lock file of a dead engine."""
+        ...
+
+    def sweep(self, known: set[str]) -> list[str]:
+        """Delete the lock files of dead engines that are not `known`; returns whose they were."""
+        ...
+
+
+class Node:
+    """One daemon's core and tiers. Not thread-safe: every call from the loop that `start` ran on.
+
+    Parameters
+    ----------
+    tiers
+        Opened by the caller, who also closes them, after `stop`.
+    clock
+        Monotonic seconds.
+    seed
+        Which blocks of a commit are verified by sampling; None: unpredictable.
+    """
+
+    def __init__(
+        self,
+        *,
+        core: CacheCore,
+        tiers: Sequence[Tier],
+        identity: Identity,
+        locks: EngineLocks,
+        config: Config,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        seed: int | None = None,
+    ) -> None:
+        self.core = core
+        self.tiers = {tier.kind: tier for tier in tiers}
+        self.identity = identity
+        self.config = config
+        self.metrics = metrics
+        self.failed: asyncio.Future[BaseException] | None = None
+        self._locks = locks
+        self._clock = clock
+        self._started_s = clock()
+        self._random = random.Random(seed)
+        self._hasher = Hasher(self.tiers)
+        self._commits: dict[tuple[str, bytes], asyncio.Task[m.Reply]] = {}
+        self._verifies: asyncio.Queue[m.Verify] = asyncio.Queue()  # bounded by CoreConfig.max_verifies
+        self._verifying = False
+        self._scrub_bytes = 0.0
+        self._scrub_block_bytes = _TYPICAL_BLOCK_BYTES
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stopping = False
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Begin to tick, to watch engines and to verify."""
+        self.failed = asyncio.get_running_loop().create_future()
+        removed = self._locks.sweep(set())
+        if removed:
+            log.info("removed lock files of dead engines", count=len(removed))
+        self._spawn(self._every(self.config.tick_s, self._tick))
+        self._spawn(self._every(self.config.engine_poll_s, self._watch_engines))
+        self._spawn(self._verify_in_background())
+
+    async def stop(self) -> None:
+        """End all that runs in the background and wait for it; idempotent."""
+        self._stopping = True
+        tasks = [*self._tasks, *self._commits.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self._hasher.close)
+
+    # ---- requests
+
+    async def execute(self, request: m.Request) -> m.Reply:
+        """Carry one request out; raises from `kvtier.errors` and then has changed nothing.
+
+        Awaits only where a commit has more to hash than the loop should; a caller that is cancelled
+        meanwhile does not stop the commit.
+        """
+        if self._stopping:
+            raise Unavailable("the node is stopping: try again later")
+        if isinstance(request, m.Commit):
+            return await self._commit(request)
+        if isinstance(request, m.RegisterEngine) and not self._locks.held(request.engine):
+            raise Conflict(
+                f"engine lock is not held: lock engines/{request.engine}.lock in {self.config.run_dir} first"
+            )
+        return self._apply(request)
+
+    def places(self, keys: Sequence[Key]) -> list[BlockPlace]:
+        """Where every shard of these blocks lies."""
+        return self.core.places(keys)
+
+    def stats(self) -> CoreStats:
+        """What the core counts."""
+        return self.core.stats()
+
+    def old_arena_bytes(self, kind: TierKind) -> int:
+        """Memory of dead daemons' arenas that engines still map and that counts against the cap."""
+        return int(getattr(self.tiers[kind], "old_arena_bytes", 0))
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the node was made."""
+        return self._clock() - self._started_s
+
+    def age_s(self, at_s: float) -> float:
+        """Seconds since a moment on the core's clock."""
+        return max(0.0, self._clock() - at_s)
+
+    # ---- commits: verification before visibility
+
+    async def _commit(self, event: m.Commit) -> m.Reply:
+        first = self.core.first_reply(event.engine, event.call_id)
+        if first is not None:
+            return first
+        name = (event.engine, event.call_id)
+        task = self._commits.get(name)
+        if task is None:
+            slots = self.core.reserved_slots(event.engine, event.reservation, event.keys)
+            chosen = self._choose(len(slots))
+            if not chosen:
+                return self._apply(event)
+            some = [slots[i] for i in chosen]
+            checksums = [event.checksums[i] for i in chosen]
+            block_bytes = self.core.block_bytes(event.engine)
+            kind = TierKind.DRAM
+            if self._hasher.is_inline(kind, len(some), block_bytes):
+                wrong = self._hasher.mismatches_now(kind, some, block_bytes, checksums)
+                return self._finish_commit(event, wrong, len(some), block_bytes)
+            # A repeat that arrives meanwhile waits for the same task; both get its one answer.
+            task = asyncio.create_task(self._verify_and_commit(event, some, block_bytes, checksums))
+            self._commits[name] = task
+            task.add_done_callback(lambda done: self._forget_commit(name, done))
+        return await asyncio.shield(task)
+
+    async def _verify_and_commit(
+        self, event: m.Commit, slots: list[Slot], block_bytes: int, checksums: list[bytes]
+    ) -> m.Reply:
+        # While the bytes are hashed the reservation may end (abort, death): then the core refuses.
+        wrong = await self._hasher.mismatches(TierKind.DRAM, slots, block_bytes, checksums)
+        return self._finish_commit(event, wrong, len(slots), block_bytes)
+
+    def _finish_commit(self, event: m.Commit, wrong: int, checked: int, block_bytes: int) -> m.Reply:
+        self.metrics.verified_bytes.labels("commit").inc(checked * block_bytes)
+        if wrong:
+            self.metrics.mismatches.labels("commit").inc(wrong)
+            log.warning("commit refused: wrong checksums", engine=event.engine, wrong=wrong, checked=checked)
+            raise Corruption(
+                f"{wrong} of {checked} checked blocks do not have the checksum they were committed with: "
+                "nothing was committed; compute it after the copy has completed, or abort"
+            )
+        return self._apply(event)
+
+    def _forget_commit(self, name: tuple[str, bytes], done: asyncio.Task[m.Reply]) -> None:
+        del self._commits[name]
+        if not done.cancelled():
+            done.exception()  # whoever waited has it; nobody may have
+
+    def _choose(self, count: int) -> Sequence[int]:
+        match self.config.verify_commits:
+            case "off":
+                return ()
+            case "sample":
+                return (self._random.randrange(count),)
+            case _:
+                return range(count)
+
+    # ---- the core's actions
+
+    def _apply(self, event: m.Request) -> m.Reply:
+        reply = self._handle(event)
+        assert reply is not None, f"{type(event).__name__} has no reply"
+        return reply
+
+    def _handle(self, event: m.Event) -> m.Reply | None:
+        try:
+            actions = self.core.handle(event, self._clock())
+        except KvtierError:
+            raise
+        except Exception as error:  # a bug: the core may be half changed, so nothing of it is trusted
+            self._fail(error)
+            raise
+        reply: m.Reply | None = None
+        for action in actions:
+            match action:
+                case m.Verify():
+                    self._verifies.put_nowait(action)
+                case m.Drop():
+                    self._spawn(self._drop(action))
+                case m.Lost():
+                    self.metrics.lost_blocks.labels(action.reason).inc(len(action.blocks))
+                    log.warning("blocks lost", count=len(action.blocks), reason=action.reason)
+                case _:
+                    reply = action
+        return reply
+
+    async def _drop(self, action: m.Drop) -> None:
+        for attempt in range(DROP_ATTEMPTS):
+            try:
+                await self.tiers[action.tier].drop(action.slots)
+            except TierFault as error:
+                self.metrics.tier_faults.labels(action.tier.name.lower()).inc()
+                log.warning("a delete failed", tier=action.tier.name.lower(), error=str(error))
+                await asyncio.sleep(DROP_RETRY_S * 2**attempt)
+            else:
+                self._handle(m.Dropped(tier=action.tier, slots=action.slots))
+                return
+        # Not known to be free, so the bytes stay charged: less room, never a slot with two owners.
+        log.error("slots given up", tier=action.tier.name.lower(), count=len(action.slots))
+
+    # ---- background
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """A bug: tell whoever runs the node, who stops it. Engines then miss; they never read wrong bytes."""
+        log.critical("a bug in the node", exc_info=error)
+        if self.failed is not None and not self.failed.done():
+            self.failed.set_result(error)
+
+    async def _every(self, period_s: float, work: Callable[[], None]) -> None:
+        while True:
+            await asyncio.sleep(period_s)
+            work()
+
+    def _tick(self) -> None:
+        self._handle(m.Tick())
+        for tier in self.tiers.values():
+            if isinstance(tier, Growing):
+                self._grow(tier)
+        self._scrub()
+
+    def _grow(self, tier: Tier) -> None:
+        assert isinstance(tier, Growing)
+        before_bytes = self._allocated_bytes(tier.kind)
+        allocated_bytes = tier.grow()
+        if allocated_bytes > before_bytes:
+            log.info("tier grew", tier=tier.kind.name.lower(), allocated_bytes=allocated_bytes)
+            self._handle(m.Grow(tier=tier.kind, allocated_bytes=allocated_bytes))
+
+    def _watch_engines(self) -> None:
+        """Proof of death is the kernel dropping the flock; the file goes after the core has let go."""
+        known = self.core.engines()
+        for engine in known:
+            if not self._locks.held(engine):
+                log.warning("engine died", engine=engine)
+                self._handle(m.EngineDied(engine=engine))
+                self._locks.remove(engine)
+        self._locks.sweep(set(known))
+
+    def _scrub(self) -> None:
+        """Ask for as many blocks as the budget allows, if the last ones are done."""
+        allowance_bytes = self.config.scrub_bytes_per_s * self.config.tick_s
+        self._scrub_bytes = min(self._scrub_bytes + allowance_bytes, allowance_bytes)
+        if self._scrub_bytes <= 0 or self._verifying or not self._verifies.empty():
+            return
+        blocks = int(self._scrub_bytes) // self._scrub_block_bytes
+        self._handle(m.Scrub(blocks=min(max(1, blocks), MAX_SCRUB_BLOCKS)))
+
+    async def _verify_in_background(self) -> None:
+        while True:
+            self._verifying = False
+            action = await self._verifies.get()
+            self._verifying = True
+            self._scrub_block_bytes = action.block_bytes
+            self._scrub_bytes -= action.block_bytes
+            intact = await self._is_intact(action)
+            self._handle(m.Verified(verify=action.verify, intact=intact))
+
+    async def _is_intact(self, action: m.Verify) -> bool:
+        self.metrics.verified_bytes.labels("background").inc(action.block_bytes)
+        try:
+            wrong = await self._hasher.mismatches(
+                action.tier, [action.slot], action.block_bytes, [action.checksum]
+            )
+        except TierFault as error:
+            self.metrics.tier_faults.labels(action.tier.name.lower()).inc()
+            log.warning("a block cannot be read", tier=action.tier.name.lower(), error=str(error))
+            return False
+        if wrong:
+            self.metrics.mismatches.labels("background").inc()
+            log.warning("a block has wrong bytes", tier=action.tier.name.lower())
+        return not wrong

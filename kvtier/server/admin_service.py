@@ -1,0 +1,162 @@
+"""What operators ask: translated, nothing decided."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TypeVar
+
+import kvtier
+from kvtier.core import messages as m
+from kvtier.core.stats import EngineStats, TierStats
+from kvtier.errors import LimitExceeded
+from kvtier.node import Node
+from kvtier.server import wire
+from kvtier.server.calls import unary
+from kvtier.v1 import admin_pb2 as pb
+from kvtier.v1 import admin_pb2_grpc
+
+PRIVATE_INDEX = "private: other nodes cannot see this one"
+_FRAME_BYTES = 1024
+
+R = TypeVar("R", bound=m.Reply)
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """Lives on the node's loop.
+
+    Parameters
+    ----------
+    metrics_address
+        ``host:port`` of the metrics, empty where there are none.
+    """
+
+    def __init__(self, node: Node, metrics_address: str) -> None:
+        self.metrics = node.metrics
+        self._node = node
+        self._metrics_address = metrics_address
+        self._max_keys = node.config.max_keys_per_call
+
+    async def _run(self, event: m.Request, kind: type[R]) -> R:
+        reply = await self._node.execute(event)
+        assert isinstance(reply, kind)
+        return reply
+
+    @unary
+    async def GetStatus(self, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
+        """All that an operator may want to see."""
+        node, stats = self._node, self._node.stats()
+        tiers = [self._tier(tier) for tier in stats.tiers]
+        return pb.GetStatusResponse(
+            node_id=node.identity.node_id,
+            incarnation=node.identity.incarnation,
+            version=kvtier.__version__,
+            uptime_s=node.uptime_s,
+            state="growing" if any(map(_is_growing, tiers)) else "serving",
+            index=PRIVATE_INDEX,
+            tiers=tiers,
+            engines=[self._engine(engine) for engine in stats.engines],
+            counters=pb.Counters(**asdict(stats.counters)),
+            metrics_address=self._metrics_address,
+            notices=self._notices(tiers),
+        )
+
+    @unary
+    async def LookupPrefix(self, request: pb.LookupPrefixRequest) -> pb.LookupPrefixResponse:
+        """Where each block of a prefix lies."""
+        keys = wire.lookup_prefix(request, self._max_keys)
+        places = self._node.places(keys)
+        found = {place.index for place in places}
+        blocks = next((i for i in range(len(keys)) if i not in found), len(keys))
+        identity = self._node.identity
+        response = pb.LookupPrefixResponse(
+            blocks=blocks,
+            places=[
+                pb.BlockPlace(
+                    index=place.index,
+                    shard=place.block.shard,
+                    node_id=identity.node_id,
+                    incarnation=identity.incarnation,
+                    tier=place.tier,
+                    arena_id=place.slot.arena,
+                    offset_bytes=place.slot.offset_bytes,
+                    size_bytes=place.slot.size_bytes,
+                    pinned=place.pinned,
+                    leases=place.leases,
+                )
+                for place in places
+            ],
+        )
+        limit_bytes = self._node.config.max_message_bytes - _FRAME_BYTES
+        if response.ByteSize() > limit_bytes:
+            raise LimitExceeded(
+                f"{len(places)} places make {response.ByteSize()} bytes, a message has at most {limit_bytes}: "
+                "ask for fewer keys"
+            )
+        return response
+
+    @unary
+    async def EvictPrefix(self, request: pb.EvictPrefixRequest) -> pb.EvictPrefixResponse:
+        """Drop a prefix and all that continues it."""
+        reply = await self._run(wire.evict(request, self._max_keys), m.Evicted)
+        return pb.EvictPrefixResponse(evicted=reply.blocks, kept=reply.kept)
+
+    @unary
+    async def PinPrefix(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
+        """Protect a prefix."""
+        reply = await self._run(wire.pin(request, self._max_keys), m.Pinned)
+        return pb.PinPrefixResponse(pinned=reply.blocks, pin_id=reply.pin)
+
+    @unary
+    async def UnpinPrefix(self, request: pb.UnpinPrefixRequest) -> pb.UnpinPrefixResponse:
+        """End that protection."""
+        reply = await self._run(wire.unpin(request, self._max_keys), m.Unpinned)
+        return pb.UnpinPrefixResponse(unpinned=reply.pins)
+
+    def _tier(self, stats: TierStats) -> pb.TierStatus:
+        return pb.TierStatus(
+            tier=stats.kind,
+            name=stats.kind.name.lower(),
+            capacity_bytes=stats.capacity_bytes,
+            allocated_bytes=stats.allocated_bytes,
+            resident_bytes=stats.resident_bytes,
+            reserved_bytes=stats.reserved_bytes,
+            quarantined_bytes=stats.quarantined_bytes,
+            draining_bytes=stats.draining_bytes,
+            leased_bytes=stats.leased_bytes,
+            pinned_bytes=stats.pinned_bytes,
+            old_arena_bytes=self._node.old_arena_bytes(stats.kind),
+            blocks=stats.blocks,
+        )
+
+    def _engine(self, stats: EngineStats) -> pb.EngineStatus:
+        return pb.EngineStatus(
+            engine_id=stats.engine,
+            description=stats.description,
+            fingerprint=stats.fingerprint,
+            slot_bytes=stats.slot_bytes,
+            leased_bytes=stats.leased_bytes,
+            reserved_bytes=stats.reserved_bytes,
+            quarantined_bytes=stats.quarantined_bytes,
+            registered_s=self._node.age_s(stats.registered_at_s),
+        )
+
+    def _notices(self, tiers: list[pb.TierStatus]) -> list[str]:
+        config = self._node.config
+        notices = [
+            f"tier {tier.name} has {tier.allocated_bytes} of {tier.capacity_bytes} bytes: engines still map "
+            f"{tier.old_arena_bytes} bytes of an earlier daemon; it grows as they let go"
+            for tier in tiers
+            if _is_growing(tier)
+        ]
+        notices += [
+            f"{name} is off: wrong bytes are noticed later or not at all"
+            for name in ("verify_loads", "verify_commits")
+            if getattr(config, name) == "off"
+        ]
+        if config.scrub_bytes_per_s == 0:
+            notices.append("scrub_bytes_per_s is 0: blocks are not verified in the background")
+        return notices
+
+
+def _is_growing(tier: pb.TierStatus) -> bool:
+    return tier.allocated_bytes < tier.capacity_bytes

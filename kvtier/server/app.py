@@ -1,0 +1,133 @@
+"""The gRPC server on the node's Unix socket: one aio server on the loop that the core runs on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvtier.errors import AlreadyRunning, ConfigError, ResourceShortage
+from kvtier.node import Node
+from kvtier.server.admin_service import AdminService
+from kvtier.server.engine_service import EngineService
+from kvtier.tiers.arena import Arena
+from kvtier.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
+
+MAX_CONCURRENT_RPCS: Final = 512
+"""Calls that are being answered, of all clients; one more is refused with RESOURCE_EXHAUSTED."""
+MAX_STREAMS_PER_CONNECTION: Final = 128
+MAX_METADATA_BYTES: Final = 16 << 10
+HANDSHAKE_TIMEOUT_MS: Final = 5_000
+KEEPALIVE_MS: Final = 60_000
+"""A client that is stopped or hangs loses its connection after this and `KEEPALIVE_TIMEOUT_MS`."""
+KEEPALIVE_TIMEOUT_MS: Final = 20_000
+MIN_CLIENT_PING_MS: Final = 10_000
+STOP_GRACE_S: Final = 0.5
+PROBE_TIMEOUT_S: Final = 1.0
+
+_SERVICES: Final = (
+    engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name,
+    admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+)
+
+
+def server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
+    """Every bound of the transport."""
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_CLIENT_PING_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+class Server:
+    """EngineService, AdminService, health and reflection on one socket.
+
+    Parameters
+    ----------
+    socket_path
+        Made by `start` with mode 0600, removed by `stop`.
+    """
+
+    def __init__(self, node: Node, arena: Arena, socket_path: Path, metrics_address: str = "") -> None:
+        self._node = node
+        self._arena = arena
+        self._path = socket_path
+        self._metrics_address = metrics_address
+        self._server: Any = None
+        self._health: Any = None
+
+    async def start(self) -> None:
+        """Answer from now on; the caller holds the data directory's lock.
+
+        Raises
+        ------
+        AlreadyRunning
+            Somebody answers on the socket.
+        ConfigError
+            Something that is no socket lies there.
+        ResourceShortage
+            The socket cannot be made.
+        """
+        clear_stale_socket(self._path)
+        server = grpc.aio.server(
+            options=server_options(self._node.config.max_message_bytes),
+            maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
+        )
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineService(self._node, self._arena), server)
+        admin = AdminService(self._node, self._metrics_address)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        previous = os.umask(0o177)  # bind gives the file its mode: nobody else can connect, not even for a moment
+        try:
+            server.add_insecure_port(f"unix:{self._path}")
+        except RuntimeError as error:
+            raise ResourceShortage(f"socket is {self._path}: cannot listen on it ({error})") from error
+        finally:
+            os.umask(previous)
+        await server.start()
+        self._server = server
+        for name in ("", *_SERVICES):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def stop(self) -> None:
+        """Refuse new calls, give running ones `STOP_GRACE_S`, remove the socket; idempotent."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        await self._health.enter_graceful_shutdown()
+        await server.stop(STOP_GRACE_S)
+        self._path.unlink(missing_ok=True)
+
+
+def clear_stale_socket(path: Path) -> None:
+    """Remove the socket of a dead daemon; raises if it lives, or if `path` is something else."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"socket is {path}: there is something that is no socket; remove it or choose another")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(PROBE_TIMEOUT_S)
+        code = probe.connect_ex(os.fspath(path))
+    if code != errno.ECONNREFUSED:  # also a full backlog: somebody listens
+        raise AlreadyRunning(f"socket is {path}: another process listens on it; stop it or choose another")
+    path.unlink(missing_ok=True)

@@ -1,0 +1,111 @@
+"""What engines say: translated into the core's events, and its replies back. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from kvtier.core import messages as m
+from kvtier.core.config import CALL_ID_BYTES
+from kvtier.errors import KvtierError
+from kvtier.node import Node
+from kvtier.server import wire
+from kvtier.server.calls import refuse, unary
+from kvtier.tiers.arena import Arena
+from kvtier.types import TierKind
+from kvtier.v1 import engine_pb2 as pb
+from kvtier.v1 import engine_pb2_grpc
+
+R = TypeVar("R", bound=m.Reply)
+
+
+class EngineService(engine_pb2_grpc.EngineServiceServicer):
+    """Lives on the node's loop."""
+
+    def __init__(self, node: Node, arena: Arena) -> None:
+        self.metrics = node.metrics
+        self._node = node
+        self._arena = arena
+        self._max_keys = node.config.max_keys_per_call
+
+    async def _run(self, event: m.Request, kind: type[R]) -> R:
+        reply = await self._node.execute(event)
+        assert isinstance(reply, kind)
+        return reply
+
+    @unary
+    async def Register(self, request: pb.RegisterRequest) -> pb.RegisterResponse:
+        """Say who the engine is; the answer says where the arena is."""
+        reply = await self._run(wire.register(request), m.Registered)
+        config = self._node.config
+        return pb.RegisterResponse(
+            node_id=self._node.identity.node_id,
+            incarnation=self._node.identity.incarnation,
+            arena=pb.Arena(
+                arena_id=self._arena.arena_id,
+                path=str(self._arena.path),
+                size_bytes=self._arena.capacity_bytes,
+                allocated_bytes=self._arena.allocated_bytes,
+            ),
+            lease_ttl_s=config.lease_ttl_s,
+            reservation_ttl_s=config.reservation_ttl_s,
+            max_keys_per_call=config.max_keys_per_call,
+            slot_bytes=reply.slot_bytes,
+            verify_loads=config.verify_loads,
+        )
+
+    @unary
+    async def Lookup(self, request: pb.LookupRequest) -> pb.LookupResponse:
+        """Hold what can be loaded."""
+        return wire.offered(await self._run(wire.lookup(request, self._max_keys), m.Offered))
+
+    async def Load(self, request: pb.LoadRequest, context: Any) -> None:
+        """Lease and name the slots. A client that leaves before the end of the stream leaves no lease."""
+        begin_s = time.perf_counter()
+        lease = 0
+        try:
+            reply = await self._run(wire.load(request, self._max_keys), m.Leased)
+            lease = reply.lease
+            for message in wire.leased(reply, TierKind.DRAM):
+                await context.write(message)
+        except asyncio.CancelledError:
+            await self._end(request.engine_id, lease)
+            raise
+        except Exception as error:
+            await refuse(context, self.metrics, "Load", error)
+        finally:
+            self.metrics.rpc_seconds.labels("Load").observe(time.perf_counter() - begin_s)
+
+    async def _end(self, engine: str, lease: int) -> None:
+        """Release a lease that its client may never have heard of."""
+        if lease:
+            with suppress(KvtierError):  # it may have ended meanwhile
+                await self._node.execute(
+                    m.Release(call_id=os.urandom(CALL_ID_BYTES), engine=engine, lease=lease)
+                )
+
+    @unary
+    async def Release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
+        """End a lease or a hold."""
+        reply = await self._run(wire.release(request, self._max_keys), m.Released)
+        return pb.ReleaseResponse(valid=reply.valid)
+
+    @unary
+    async def Reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
+        """Slots for new blocks."""
+        return wire.reserved(await self._run(wire.reserve(request, self._max_keys), m.Reserved))
+
+    @unary
+    async def Commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
+        """Make written blocks visible."""
+        reply = await self._run(wire.commit(request, self._max_keys), m.Committed)
+        return pb.CommitResponse(committed=reply.blocks)
+
+    @unary
+    async def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+        """Give slots back."""
+        reply = await self._run(wire.abort(request, self._max_keys), m.Aborted)
+        return pb.AbortResponse(freed=reply.blocks)
