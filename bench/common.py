@@ -125,7 +125,9 @@ def machine_facts() -> dict[str, Any]:
     model = ""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+            model = next(
+                (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), ""
+            )
     except OSError:
         pass
     return {

@@ -50,9 +50,7 @@ class Hasher:
         tier = self._tiers[kind]
         loop = asyncio.get_running_loop()
         if isinstance(tier, Mapped):
-            return await loop.run_in_executor(
-                self._pool, _count, _views(tier, slots, block_bytes), checksums
-            )
+            return await loop.run_in_executor(self._pool, _count, _views(tier, slots, block_bytes), checksums)
         wrong = 0
         for first in range(0, len(slots), READ_GROUP_BLOCKS):
             group = slots[first : first + READ_GROUP_BLOCKS]

@@ -31,32 +31,40 @@ def configure(level: str, log_format: str, stream: TextIO | None = None) -> None
         Where lines go; None: stderr.
     """
     stream = stream or sys.stderr
+    number = logging.getLevelNamesMapping()[level.upper()]
     console = log_format == "console" or (log_format == "auto" and stream.isatty())
-    renderer: Any = (
-        structlog.dev.ConsoleRenderer(
-            colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback
-        )
-        if console
-        else structlog.processors.JSONRenderer()
-    )
-    processors: list[Any] = [structlog.processors.add_log_level, _redact]
-    if not console:
-        # Without local variables: these hold keys.
-        transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
-        processors.append(structlog.processors.ExceptionRenderer(transformer))
-    processors += [structlog.processors.TimeStamper(fmt="iso", utc=True), renderer]
+    stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+    common: list[Any] = [structlog.processors.add_log_level, _redact, stamp]
+    rendering = _rendering(console, stream)
     structlog.configure(
-        processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        processors=[*common, *rendering],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.PrintLoggerFactory(file=stream),
         cache_logger_on_first_use=False,
     )
+    handler = logging.StreamHandler(stream)  # for modules and libraries that use the standard library's
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_log_level, structlog.stdlib.add_logger_name, stamp],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
+        )
+    )
+    logging.basicConfig(level=number, handlers=[handler], force=True)
+
+
+def _rendering(console: bool, stream: TextIO) -> list[Any]:
+    """Tracebacks come without local variables: these hold keys."""
+    if console:
+        formatter = structlog.dev.plain_traceback
+        return [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=formatter)]
+    transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+    return [structlog.processors.ExceptionRenderer(transformer), structlog.processors.JSONRenderer()]
 
 
 def get(name: str) -> Logger:
     """A logger that carries `name` as the field `part`; before `configure` it writes to stderr too."""
     if not structlog.is_configured():
-        configure("info", "auto")
+        structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
     logger: Logger = structlog.get_logger(part=name)
     return logger
 

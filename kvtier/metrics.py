@@ -61,7 +61,10 @@ class Metrics:
             registry=self.registry,
         )
         self.rpc_errors = Counter(
-            "kvtier_rpc_errors", "Calls refused, by class of error", ["method", "error"], registry=self.registry
+            "kvtier_rpc_errors",
+            "Calls refused, by class of error",
+            ["method", "error"],
+            registry=self.registry,
         )
         self.lost_blocks = Counter(
             "kvtier_lost_blocks", "Blocks gone though nobody asked", ["reason"], registry=self.registry
@@ -92,7 +95,9 @@ class _NodeCollector(Collector):
         sample = self._source()
         for name, value in sample.counters.items():
             yield CounterMetricFamily(f"kvtier_{name}", f"{name} since the start", value=value)
-        tier_bytes = GaugeMetricFamily("kvtier_tier_bytes", "Bytes of a tier by state", labels=["tier", "state"])
+        tier_bytes = GaugeMetricFamily(
+            "kvtier_tier_bytes", "Bytes of a tier by state", labels=["tier", "state"]
+        )
         for tier, states in sample.tiers.items():
             for state, value in states.items():
                 tier_bytes.add_metric([tier, state], value)
@@ -144,7 +149,10 @@ class MetricsServer:
             ) from error
         self._server.set_app(make_wsgi_app(self._metrics.registry))
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="kvtier-metrics", kwargs={"poll_interval": 0.25}, daemon=True
+            target=self._server.serve_forever,
+            name="kvtier-metrics",
+            kwargs={"poll_interval": 0.25},
+            daemon=True,
         )
         self._thread.start()
 

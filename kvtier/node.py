@@ -10,8 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kvtier import logs
 from kvtier.config import Config
@@ -20,7 +19,9 @@ from kvtier.core.cache import CacheCore
 from kvtier.core.stats import BlockPlace, CoreStats
 from kvtier.errors import Conflict, Corruption, KvtierError, TierFault, Unavailable
 from kvtier.hashing import Hasher
+from kvtier.identity import Identity
 from kvtier.interfaces import Growing, Tier
+from kvtier.liveness import EngineLocks
 from kvtier.metrics import Metrics
 from kvtier.types import Key, Slot, TierKind
 
@@ -33,38 +34,15 @@ _TYPICAL_BLOCK_BYTES: Final = 1 << 20
 log = logs.get("node")
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who this node is; `incarnation` grows at each start."""
-
-    node_id: str
-    incarnation: int
-    name: str
-
-
-class EngineLocks(Protocol):
-    """The lock files of engine processes (`kvtier.liveness`)."""
-
-    def held(self, engine: str) -> bool:
-        """Whether a live process holds the lock of `engine`."""
-        ...
-
-    def remove(self, engine: str) -> None:
-        """Delete the lock file of a dead engine."""
-        ...
-
-    def sweep(self, known: set[str]) -> list[str]:
-        """Delete the lock files of dead engines that are not `known`; returns whose they were."""
-        ...
-
-
 class Node:
     """One daemon's core and tiers. Not thread-safe: every call from the loop that `start` ran on.
 
     Parameters
     ----------
     tiers
-        Opened by the caller, who also closes them, after `stop`.
+        Open; the node closes them in `stop`.
+    locks
+        The node closes them in `stop`.
     clock
         Monotonic seconds.
     seed
@@ -94,6 +72,7 @@ class Node:
         self._started_s = clock()
         self._random = random.Random(seed)
         self._hasher = Hasher(self.tiers)
+        self._allocated_bytes = {tier.kind: tier.allocated_bytes for tier in tiers}
         self._commits: dict[tuple[str, bytes], asyncio.Task[m.Reply]] = {}
         self._verifies: asyncio.Queue[m.Verify] = asyncio.Queue()  # bounded by CoreConfig.max_verifies
         self._verifying = False
@@ -115,13 +94,18 @@ class Node:
         self._spawn(self._verify_in_background())
 
     async def stop(self) -> None:
-        """End all that runs in the background and wait for it; idempotent."""
+        """End all that runs in the background, then close the tiers; idempotent."""
+        if self._stopping:
+            return
         self._stopping = True
         tasks = [*self._tasks, *self._commits.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(self._hasher.close)
+        await asyncio.to_thread(self._hasher.close)  # no thread reads a slot from here on
+        for tier in self.tiers.values():
+            await tier.close()
+        self._locks.close()
 
     # ---- requests
 
@@ -165,7 +149,7 @@ class Node:
     # ---- commits: verification before visibility
 
     async def _commit(self, event: m.Commit) -> m.Reply:
-        first = self.core.first_reply(event.engine, event.call_id)
+        first = self.core.replies.get(event.engine, event.call_id)
         if first is not None:
             return first
         name = (event.engine, event.call_id)
@@ -177,7 +161,7 @@ class Node:
                 return self._apply(event)
             some = [slots[i] for i in chosen]
             checksums = [event.checksums[i] for i in chosen]
-            block_bytes = self.core.block_bytes(event.engine)
+            block_bytes = self.core.engines.get(event.engine).shape.block_bytes
             kind = TierKind.DRAM
             if self._hasher.is_inline(kind, len(some), block_bytes):
                 wrong = self._hasher.mismatches_now(kind, some, block_bytes, checksums)
@@ -295,15 +279,15 @@ class Node:
 
     def _grow(self, tier: Tier) -> None:
         assert isinstance(tier, Growing)
-        before_bytes = self._allocated_bytes(tier.kind)
         allocated_bytes = tier.grow()
-        if allocated_bytes > before_bytes:
+        if allocated_bytes > self._allocated_bytes[tier.kind]:
+            self._allocated_bytes[tier.kind] = allocated_bytes
             log.info("tier grew", tier=tier.kind.name.lower(), allocated_bytes=allocated_bytes)
             self._handle(m.Grow(tier=tier.kind, allocated_bytes=allocated_bytes))
 
     def _watch_engines(self) -> None:
         """Proof of death is the kernel dropping the flock; the file goes after the core has let go."""
-        known = self.core.engines()
+        known = list(self.core.engines.by_name)
         for engine in known:
             if not self._locks.held(engine):
                 log.warning("engine died", engine=engine)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TypeVar
 
 import kvtier
 from kvtier.core import messages as m
@@ -11,14 +10,12 @@ from kvtier.core.stats import EngineStats, TierStats
 from kvtier.errors import LimitExceeded
 from kvtier.node import Node
 from kvtier.server import wire
-from kvtier.server.calls import unary
+from kvtier.server.calls import run, unary
 from kvtier.v1 import admin_pb2 as pb
 from kvtier.v1 import admin_pb2_grpc
 
 PRIVATE_INDEX = "private: other nodes cannot see this one"
 _FRAME_BYTES = 1024
-
-R = TypeVar("R", bound=m.Reply)
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -35,11 +32,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._node = node
         self._metrics_address = metrics_address
         self._max_keys = node.config.max_keys_per_call
-
-    async def _run(self, event: m.Request, kind: type[R]) -> R:
-        reply = await self._node.execute(event)
-        assert isinstance(reply, kind)
-        return reply
 
     @unary
     async def GetStatus(self, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
@@ -89,27 +81,27 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         limit_bytes = self._node.config.max_message_bytes - _FRAME_BYTES
         if response.ByteSize() > limit_bytes:
             raise LimitExceeded(
-                f"{len(places)} places make {response.ByteSize()} bytes, a message has at most {limit_bytes}: "
-                "ask for fewer keys"
+                f"{len(places)} places make {response.ByteSize()} bytes, "
+                f"a message has at most {limit_bytes}: ask for fewer keys"
             )
         return response
 
     @unary
     async def EvictPrefix(self, request: pb.EvictPrefixRequest) -> pb.EvictPrefixResponse:
         """Drop a prefix and all that continues it."""
-        reply = await self._run(wire.evict(request, self._max_keys), m.Evicted)
+        reply = await run(self._node, wire.evict(request, self._max_keys), m.Evicted)
         return pb.EvictPrefixResponse(evicted=reply.blocks, kept=reply.kept)
 
     @unary
     async def PinPrefix(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
         """Protect a prefix."""
-        reply = await self._run(wire.pin(request, self._max_keys), m.Pinned)
+        reply = await run(self._node, wire.pin(request, self._max_keys), m.Pinned)
         return pb.PinPrefixResponse(pinned=reply.blocks, pin_id=reply.pin)
 
     @unary
     async def UnpinPrefix(self, request: pb.UnpinPrefixRequest) -> pb.UnpinPrefixResponse:
         """End that protection."""
-        reply = await self._run(wire.unpin(request, self._max_keys), m.Unpinned)
+        reply = await run(self._node, wire.unpin(request, self._max_keys), m.Unpinned)
         return pb.UnpinPrefixResponse(unpinned=reply.pins)
 
     def _tier(self, stats: TierStats) -> pb.TierStatus:

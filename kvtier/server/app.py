@@ -89,13 +89,18 @@ class Server:
             options=server_options(self._node.config.max_message_bytes),
             maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
         )
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineService(self._node, self._arena), server)
+        engines = EngineService(self._node, self._arena)
         admin = AdminService(self._node, self._metrics_address)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, server)  # type: ignore[no-untyped-call]
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)  # type: ignore[no-untyped-call]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        previous = os.umask(0o177)  # bind gives the file its mode: nobody else can connect, not even for a moment
+        reflection.enable_server_reflection(
+            (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+        previous = os.umask(
+            0o177
+        )  # bind gives the file its mode: nobody else can connect, not even for a moment
         try:
             server.add_insecure_port(f"unix:{self._path}")
         except RuntimeError as error:
@@ -124,7 +129,9 @@ def clear_stale_socket(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"socket is {path}: there is something that is no socket; remove it or choose another")
+        raise ConfigError(
+            f"socket is {path}: there is something that is no socket; remove it or choose another"
+        )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(PROBE_TIMEOUT_S)
         code = probe.connect_ex(os.fspath(path))

@@ -8,13 +8,16 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from kvtier import logs
-from kvtier.errors import KvtierError
+from kvtier.core import messages as m
+from kvtier.errors import Conflict, KvtierError
 from kvtier.metrics import Metrics
+from kvtier.node import Node
 from kvtier.server import errors
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 Service = TypeVar("Service", bound="Measured")
+R = TypeVar("R", bound=m.Reply)
 
 log = logs.get("server")
 
@@ -27,6 +30,14 @@ class Measured(Protocol):
 
 class BugError(KvtierError):
     """What a caller sees of a bug: nothing of its inside."""
+
+
+async def run(node: Node, event: m.Request, kind: type[R]) -> R:
+    """The node's reply, which has to be of the kind that belongs to the call."""
+    reply = await node.execute(event)
+    if not isinstance(reply, kind):
+        raise Conflict("call_id was used for a call of another kind before: send fresh random bytes")
+    return reply
 
 
 async def refuse(context: Any, metrics: Metrics, method: str, error: Exception) -> None:

@@ -6,20 +6,18 @@ import asyncio
 import os
 import time
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from kvtier.core import messages as m
 from kvtier.core.config import CALL_ID_BYTES
 from kvtier.errors import KvtierError
 from kvtier.node import Node
 from kvtier.server import wire
-from kvtier.server.calls import refuse, unary
+from kvtier.server.calls import refuse, run, unary
 from kvtier.tiers.arena import Arena
 from kvtier.types import TierKind
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
-
-R = TypeVar("R", bound=m.Reply)
 
 
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
@@ -31,15 +29,10 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self._arena = arena
         self._max_keys = node.config.max_keys_per_call
 
-    async def _run(self, event: m.Request, kind: type[R]) -> R:
-        reply = await self._node.execute(event)
-        assert isinstance(reply, kind)
-        return reply
-
     @unary
     async def Register(self, request: pb.RegisterRequest) -> pb.RegisterResponse:
         """Say who the engine is; the answer says where the arena is."""
-        reply = await self._run(wire.register(request), m.Registered)
+        reply = await run(self._node, wire.register(request), m.Registered)
         config = self._node.config
         return pb.RegisterResponse(
             node_id=self._node.identity.node_id,
@@ -60,14 +53,14 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     @unary
     async def Lookup(self, request: pb.LookupRequest) -> pb.LookupResponse:
         """Hold what can be loaded."""
-        return wire.offered(await self._run(wire.lookup(request, self._max_keys), m.Offered))
+        return wire.offered(await run(self._node, wire.lookup(request, self._max_keys), m.Offered))
 
     async def Load(self, request: pb.LoadRequest, context: Any) -> None:
         """Lease and name the slots. A client that leaves before the end of the stream leaves no lease."""
         begin_s = time.perf_counter()
         lease = 0
         try:
-            reply = await self._run(wire.load(request, self._max_keys), m.Leased)
+            reply = await run(self._node, wire.load(request, self._max_keys), m.Leased)
             lease = reply.lease
             for message in wire.leased(reply, TierKind.DRAM):
                 await context.write(message)
@@ -90,22 +83,22 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     @unary
     async def Release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         """End a lease or a hold."""
-        reply = await self._run(wire.release(request, self._max_keys), m.Released)
+        reply = await run(self._node, wire.release(request, self._max_keys), m.Released)
         return pb.ReleaseResponse(valid=reply.valid)
 
     @unary
     async def Reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
         """Slots for new blocks."""
-        return wire.reserved(await self._run(wire.reserve(request, self._max_keys), m.Reserved))
+        return wire.reserved(await run(self._node, wire.reserve(request, self._max_keys), m.Reserved))
 
     @unary
     async def Commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
         """Make written blocks visible."""
-        reply = await self._run(wire.commit(request, self._max_keys), m.Committed)
+        reply = await run(self._node, wire.commit(request, self._max_keys), m.Committed)
         return pb.CommitResponse(committed=reply.blocks)
 
     @unary
     async def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         """Give slots back."""
-        reply = await self._run(wire.abort(request, self._max_keys), m.Aborted)
+        reply = await run(self._node, wire.abort(request, self._max_keys), m.Aborted)
         return pb.AbortResponse(freed=reply.blocks)

@@ -74,9 +74,7 @@ def _printable(value: str, what: str, max_chars: int) -> str:
 
 def _fingerprint(value: bytes) -> bytes:
     if len(value) != FINGERPRINT_SIZE_BYTES:
-        raise InvalidRequest(
-            f"fingerprint has {len(value)} bytes: a layout's has {FINGERPRINT_SIZE_BYTES}"
-        )
+        raise InvalidRequest(f"fingerprint has {len(value)} bytes: a layout's has {FINGERPRINT_SIZE_BYTES}")
     return value
 
 
@@ -112,7 +110,8 @@ def _layout(message: engine_pb2.Layout) -> Layout:
         kind, order = LayoutKind(message.kind), LayoutOrder(message.order)
     except ValueError:
         raise InvalidRequest(
-            f"layout.kind is {message.kind[:MAX_NAME_CHARS]!r} and layout.order {message.order[:MAX_NAME_CHARS]!r}: "
+            f"layout.kind is {message.kind[:MAX_NAME_CHARS]!r} and "
+            f"layout.order {message.order[:MAX_NAME_CHARS]!r}: "
             f"allowed are {', '.join(LayoutKind)} and {', '.join(LayoutOrder)}"
         ) from None
     return Layout(
@@ -199,7 +198,8 @@ def reserve(message: engine_pb2.ReserveRequest, max_keys: int) -> m.Reserve:
     """A chain of at least one key; the parent is a key or empty."""
     if len(message.parent) not in (0, KEY_SIZE_BYTES):
         raise InvalidRequest(
-            f"parent has {len(message.parent)} bytes: a key has {KEY_SIZE_BYTES}, a prompt's beginning has none"
+            f"parent has {len(message.parent)} bytes: a key has {KEY_SIZE_BYTES}, "
+            "at a prompt's beginning send none"
         )
     keys = _keys(message.keys, max_keys)
     _each_once(keys)
@@ -259,9 +259,7 @@ def pin(message: admin_pb2.PinPrefixRequest, max_keys: int) -> m.Pin:
     """At least one key, and a time that is a number above 0."""
     if not (math.isfinite(message.ttl_s) and message.ttl_s > 0):
         raise InvalidRequest(f"ttl_s is {message.ttl_s}: allowed is a number of seconds above 0")
-    return m.Pin(
-        call_id=_call_id(message.call_id), keys=_keys(message.keys, max_keys), ttl_s=message.ttl_s
-    )
+    return m.Pin(call_id=_call_id(message.call_id), keys=_keys(message.keys, max_keys), ttl_s=message.ttl_s)
 
 
 def unpin(message: admin_pb2.UnpinPrefixRequest, max_keys: int) -> m.Unpin:

@@ -1,0 +1,216 @@
+"""One daemon from start to stop: identity, metrics, node, server, and everything undone on failure."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import kvtier
+from kvtier import logs
+from kvtier.build import build
+from kvtier.config import Config
+from kvtier.identity import open_identity
+from kvtier.liveness import prepare_run_dir
+from kvtier.metrics import SCRAPE_TIMEOUT_S, Metrics, MetricsServer, Sample
+from kvtier.node import Node
+from kvtier.server.app import Server, clear_stale_socket
+from kvtier.tiers.arena import Arena
+from kvtier.types import TierKind
+
+Progress = Callable[[int, int], None]
+"""Told (bytes ready, bytes wanted) while the arena is made."""
+
+log = logs.get("daemon")
+
+
+class Daemon:
+    """A node and its server in this process, on the running event loop.
+
+    Attributes
+    ----------
+    node
+        Set by `start`.
+    metrics_address
+        ``host:port`` after `start`, empty where metrics are off.
+    """
+
+    def __init__(self, config: Config, on_progress: Progress | None = None) -> None:
+        self.config = config
+        self.node: Node | None = None
+        self.metrics_address = ""
+        self._on_progress = on_progress
+        self._undo = AsyncExitStack()
+
+    @property
+    def socket(self) -> Path:
+        """Where engines and operators connect."""
+        return self.config.socket
+
+    async def start(self) -> None:
+        """Answer on the socket when this returns; a start that fails or is cancelled leaves nothing behind.
+
+        Raises
+        ------
+        AlreadyRunning
+            A live daemon owns the data directory, the arena or the socket.
+        ResourceShortage
+            Memory, /dev/shm or the metrics port is not to be had.
+        ConfigError
+            A directory or the socket's path cannot be used.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        config = self.config
+        identity = open_identity(config.data_dir)
+        self._undo.callback(identity.release)
+        # From here on no other daemon uses this data directory: what lies around is a dead one's.
+        prepare_run_dir(config.run_dir)
+        clear_stale_socket(config.socket)
+        metrics = Metrics()
+        if config.metrics_port >= 0:
+            self._start_metrics(metrics)
+        node = await build(config, identity, metrics, self._on_progress)
+        self.node = node
+        self._undo.push_async_callback(node.stop)
+        loop = asyncio.get_running_loop()
+        metrics.read_from(lambda: _sample_from_thread(node, loop))
+        await node.start()
+        arena = node.tiers[TierKind.DRAM]
+        assert isinstance(arena, Arena)
+        server = Server(node, arena, config.socket, self.metrics_address)
+        self._undo.push_async_callback(server.stop)
+        await server.start()
+        log.info(
+            "ready",
+            version=kvtier.__version__,
+            node=identity.node_id,
+            incarnation=identity.incarnation,
+            socket=str(config.socket),
+            dram_bytes=arena.capacity_bytes,
+            allocated_bytes=arena.allocated_bytes,
+            metrics=self.metrics_address or "off",
+        )
+
+    def _start_metrics(self, metrics: Metrics) -> None:
+        server = MetricsServer(metrics, self.config.metrics_port)
+        server.start()
+        self.metrics_address = server.address
+        # In a thread: a scrape that runs waits for this loop.
+        self._undo.push_async_callback(asyncio.to_thread, server.stop)
+
+    async def stop(self) -> None:
+        """Socket, arena and locks are gone when this returns; idempotent."""
+        await self._undo.aclose()
+
+
+async def run_daemon(
+    config: Config,
+    on_ready: Callable[[Daemon], None] | None = None,
+    on_progress: Progress | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then stop cleanly; also sets up the process's logs.
+
+    Parameters
+    ----------
+    on_ready
+        Called once, when the socket answers.
+    on_progress
+        Told how far the arena is.
+
+    Raises
+    ------
+    KvtierError
+        The start failed (see `Daemon.start`).
+    RuntimeError
+        The node met a bug and was stopped, so that nothing wrong is served.
+    """
+    logs.configure(config.log_level, config.log_format)
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    daemon = Daemon(config, on_progress)
+    try:
+        if await _unless(stopping, asyncio.create_task(daemon.start())):
+            # What exists now lives as long as the process: no collection has to walk it again.
+            gc.collect()
+            gc.freeze()
+            if on_ready is not None:
+                on_ready(daemon)
+            await _serve(daemon, stopping)
+    finally:
+        await daemon.stop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        log.info("stopped")
+
+
+async def _unless(stopping: asyncio.Event, work: asyncio.Task[None]) -> bool:
+    """Wait for `work`, or cancel it when `stopping` is set; whether it was done."""
+    stopped = asyncio.create_task(stopping.wait())
+    await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if work.done():
+        work.result()
+        return True
+    work.cancel()
+    with suppress(asyncio.CancelledError):
+        await work
+    return False
+
+
+async def _serve(daemon: Daemon, stopping: asyncio.Event) -> None:
+    assert daemon.node is not None
+    assert daemon.node.failed is not None
+    failed = daemon.node.failed
+    failed.add_done_callback(lambda _: stopping.set())
+    await stopping.wait()
+    if failed.done():
+        raise RuntimeError("kvtier met a bug and stopped: please report the log") from failed.result()
+
+
+def _sample_from_thread(node: Node, loop: asyncio.AbstractEventLoop) -> Sample:
+    async def sample() -> Sample:
+        return _sample(node)
+
+    return asyncio.run_coroutine_threadsafe(sample(), loop).result(SCRAPE_TIMEOUT_S)
+
+
+def _sample(node: Node) -> Sample:
+    stats = node.stats()
+    tiers = {
+        tier.kind.name.lower(): {
+            "capacity": tier.capacity_bytes,
+            "allocated": tier.allocated_bytes,
+            "resident": tier.resident_bytes,
+            "reserved": tier.reserved_bytes,
+            "quarantined": tier.quarantined_bytes,
+            "draining": tier.draining_bytes,
+            "leased": tier.leased_bytes,
+            "pinned": tier.pinned_bytes,
+            "old_arena": node.old_arena_bytes(tier.kind),
+        }
+        for tier in stats.tiers
+    }
+    return Sample(
+        counters=asdict(stats.counters),
+        tiers=tiers,
+        blocks={tier.kind.name.lower(): tier.blocks for tier in stats.tiers},
+        engines=len(stats.engines),
+        uptime_s=node.uptime_s,
+        info={
+            "version": kvtier.__version__,
+            "node_id": node.identity.node_id,
+            "incarnation": str(node.identity.incarnation),
+        },
+    )
