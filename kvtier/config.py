@@ -30,6 +30,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from kvtier import machine
 from kvtier.errors import ConfigError
+from kvtier.paths import SOCKET_NAME, default_run_dir
 
 MIB: Final = 1 << 20
 MAX_SOCKET_PATH_BYTES: Final = 107
@@ -75,10 +76,7 @@ def _data_dir() -> Path:
 
 
 def _run_dir() -> Path:
-    if os.geteuid() == 0:
-        return Path("/run/kvtier")
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(base) / "kvtier" if base else Path(f"/tmp/kvtier-{os.geteuid()}")
+    return default_run_dir(os.geteuid(), os.environ)
 
 
 class Config(BaseSettings):
@@ -96,7 +94,7 @@ class Config(BaseSettings):
         default_factory=_run_dir, description="socket and lock files of engines; mode 0700"
     )
     socket: Directory = Field(
-        default_factory=lambda data: data["run_dir"] / "kvtier.sock",
+        default_factory=lambda data: data["run_dir"] / SOCKET_NAME,
         description=f"Unix socket of the daemon, at most {MAX_SOCKET_PATH_BYTES} bytes long",
     )
 
