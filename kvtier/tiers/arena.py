@@ -170,8 +170,11 @@ class Arena(Tier):
         if worker is None:
             return
         # The thread's own queue orders this behind a step that still runs (at most one chunk of work).
-        await asyncio.get_running_loop().run_in_executor(worker, self._close)
-        worker.shutdown()
+        closing = worker.submit(self._close)
+        try:
+            await asyncio.shield(asyncio.wrap_future(closing))
+        finally:
+            worker.shutdown()  # whoever cancels this waits all the same: nothing may be left behind
 
     def grow(self) -> int:
         """Let the worker look after older arenas and take what has become free; never waits.

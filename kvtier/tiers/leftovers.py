@@ -85,7 +85,7 @@ def owner_path(shm_dir: Path, node_id: str) -> Path:
     return shm_dir / f"kvtier-{node_id[:NODE_PREFIX_CHARS]}.owner"
 
 
-def own(shm_dir: Path, node_id: str, wait_s: float = OWNER_WAIT_S) -> int:
+def own(shm_dir: Path, node_id: str) -> int:
     """Lock the node's owner file for life; returns its descriptor.
 
     Raises
@@ -96,7 +96,7 @@ def own(shm_dir: Path, node_id: str, wait_s: float = OWNER_WAIT_S) -> int:
         The directory is missing or not writable, or the file is another user's.
     """
     path = owner_path(shm_dir, node_id)
-    deadline_s = time.monotonic() + wait_s
+    deadline_s = time.monotonic() + OWNER_WAIT_S
     while True:
         fd = _open_owner(path)
         # A daemon that clears the leftovers of dead ones may have removed the file since we opened it.
