@@ -116,10 +116,15 @@ class EngineLocks:
 
 
 def _open(path: Path) -> int | None:
+    """Open a regular file; None for what is gone or is anything else."""
     try:
-        return os.open(path, _OPEN_FLAGS)
-    except OSError:  # gone, or a link
+        fd = os.open(path, _OPEN_FLAGS)
+    except OSError:
         return None
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    return None
 
 
 def _remove_if_dead(path: Path) -> bool:
@@ -131,7 +136,7 @@ def _remove_if_dead(path: Path) -> bool:
         if not _is_free(fd) or not os.path.samestat(path.lstat(), os.fstat(fd)):
             return False
         path.unlink()
-    except FileNotFoundError:
+    except OSError:  # somebody else removed it, or it cannot be removed
         return False
     finally:
         os.close(fd)
