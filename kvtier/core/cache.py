@@ -1,0 +1,326 @@
+"""The core: decides which block lies where, who may read or write it, and what goes first.
+
+Pure: it is told events with the time, and answers actions. It never awaits, opens or measures
+anything, so the same code runs in the daemon, in the seeded simulator and in trace replay.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvtier.core import messages as m
+from kvtier.core.checks import check_core
+from kvtier.core.config import CALL_ID_BYTES, CoreConfig, TierSpec
+from kvtier.core.engines import Engine, Engines
+from kvtier.core.leases import Leases
+from kvtier.core.policies import LruPolicy
+from kvtier.core.replies import ReplyCache
+from kvtier.core.reservations import Reservations
+from kvtier.core.residency import RESIDENT, Block, Residency
+from kvtier.core.stats import BlockPlace, CoreStats, Counters, TierStats
+from kvtier.core.verifies import Verifies
+from kvtier.errors import InvalidRequest, LimitExceeded
+from kvtier.interfaces import Policy
+from kvtier.types import KEY_SIZE_BYTES, MAX_SHARDS, Key, Slot
+
+_KEY_SIZES: Final = {KEY_SIZE_BYTES}
+
+
+class CacheCore:
+    """One node's cache.
+
+    Parameters
+    ----------
+    config
+        Times and bounds.
+    tiers
+        What blocks can lie in. New blocks go to the fastest; today that is the only one.
+    policy
+        Makes one eviction policy for each tier and slot size.
+    seed
+        Must differ for each incarnation of a node (use the incarnation): the ids of leases and
+        reservations start from it, so that one of an earlier incarnation is unknown, not mistaken.
+
+    Not thread-safe: one caller, one event at a time. `now_s` must never decrease.
+    """
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        tiers: Sequence[TierSpec],
+        policy: Callable[[], Policy] = LruPolicy,
+        seed: int = 0,
+    ) -> None:
+        self.config = config
+        self.counters = Counters()
+        self.residency = Residency(sorted(tiers, key=lambda spec: spec.kind), policy, self.counters)
+        self.engines = Engines(config, self.residency)
+        self.leases = Leases(config, self.residency, self.counters)
+        self.reservations = Reservations(config, self.residency, self.counters)
+        self.verifies = Verifies(config, self.residency, self.leases, self.counters)
+        self.replies = ReplyCache(config.max_replies, config.max_reply_blocks)
+        self._next_id = (random.Random(seed).getrandbits(31) << 32) + 1
+        self._handlers: dict[type, Callable[..., list[m.Action]]] = {
+            m.RegisterEngine: self._register,
+            m.Lookup: self._lookup,
+            m.Load: self._load,
+            m.Release: self._release,
+            m.Reserve: self._reserve,
+            m.Commit: self._commit,
+            m.Abort: self._abort,
+            m.Pin: self._pin,
+            m.Unpin: self._unpin,
+            m.Evict: self._evict,
+            m.EngineDied: self._engine_died,
+            m.Dropped: self._dropped,
+            m.Verified: self._verified,
+            m.Grow: self._grow,
+            m.Scrub: self._scrub,
+            m.Tick: self._tick,
+        }
+
+    # ---- the one mutator
+
+    def handle(self, event: m.Event, now_s: float) -> list[m.Action]:
+        """Apply one event.
+
+        Parameters
+        ----------
+        event
+            A request or an observation.
+        now_s
+            Seconds on any clock that never goes back.
+
+        Returns
+        -------
+        list of Action
+            The reply first if `event` is a request, then instructions for the node. A repeat of a
+            call that was answered gives that answer alone.
+
+        Raises
+        ------
+        KvtierError
+            The request is refused; nothing has changed.
+        """
+        call_id = getattr(event, "call_id", None)
+        if call_id is None:
+            return self._handlers[type(event)](event, now_s)
+        if len(call_id) != CALL_ID_BYTES:
+            raise InvalidRequest(f"call_id has {len(call_id)} bytes: send {CALL_ID_BYTES} random ones")
+        engine = getattr(event, "engine", "")
+        known = self.replies.get(engine, call_id)
+        if known is not None:
+            return [known]
+        actions = self._handlers[type(event)](event, now_s)
+        self.replies.put(engine, call_id, actions[0])  # type: ignore[arg-type]
+        return actions
+
+    # ---- reading
+
+    def match(self, keys: Sequence[Key], shards: int) -> int:
+        """How many leading keys all of shards 0 .. shards-1 have. Changes nothing, not even recency."""
+        for shard in range(shards):
+            keys = keys[: len(self.residency.run(keys, shard))]
+        return len(keys)
+
+    def reserved_slots(self, engine: str, reservation: int, keys: Sequence[Key]) -> list[Slot]:
+        """The slots that a `Commit` of these keys would make visible; raises what the commit would."""
+        _, blocks = self.reservations.pending(reservation, self.engines.get(engine), keys)
+        return [block.slot() for block in blocks]
+
+    def places(self, keys: Sequence[Key]) -> list[BlockPlace]:
+        """Every place of every block that is named, whatever its shard; in the order of `keys`."""
+        leases: dict[Block, int] = {}
+        for lease in self.leases.leases.values():
+            for block in lease.blocks:
+                leases[block] = leases.get(block, 0) + 1
+        pinned = self.leases.pin_ledger.counts
+        return [
+            BlockPlace(
+                index,
+                block.id,
+                block.pool().tier.spec.kind,
+                block.slot(),
+                leases.get(block, 0),
+                block in pinned,
+            )
+            for index, key in enumerate(keys)
+            for shard in sorted(self.residency.shards)
+            if (block := self.residency.get(key, shard)) is not None and block.state == RESIDENT
+        ]
+
+    def stats(self) -> CoreStats:
+        """A copy of all figures."""
+        pins = self.leases.pin_ledger
+        leased_bytes = sum(ledger.bytes for ledger in self.residency.ledgers if ledger is not pins)
+        tiers = [
+            TierStats(
+                kind=kind,
+                capacity_bytes=tier.spec.capacity_bytes,
+                allocated_bytes=tier.allocated_bytes,
+                resident_bytes=tier.resident_bytes,
+                reserved_bytes=tier.reserved_bytes,
+                quarantined_bytes=tier.quarantined_bytes,
+                draining_bytes=tier.draining_bytes,
+                leased_bytes=leased_bytes,
+                pinned_bytes=pins.bytes,
+                blocks=tier.blocks,
+            )
+            for kind, tier in self.residency.tiers.items()
+        ]
+        return CoreStats(
+            tiers=tiers,
+            engines=[engine.stats() for engine in self.engines.by_name.values()],
+            counters=self.counters.copy(),
+            holds=len(self.leases.holds),
+            leases=len(self.leases.leases),
+            pins=len(self.leases.pins),
+        )
+
+    def check(self) -> None:
+        """Assert every invariant; costs a walk over everything."""
+        check_core(self)
+
+    # ---- validation shared by requests
+
+    def _check_keys(self, keys: Sequence[Key], *, empty: bool = False) -> None:
+        if not keys and not empty:
+            raise InvalidRequest("no keys were sent: send at least one")
+        if len(keys) > self.config.max_keys_per_call:
+            raise LimitExceeded(f"{len(keys)} keys were sent: at most {self.config.max_keys_per_call} a call")
+        if keys and set(map(len, keys)) != _KEY_SIZES:
+            raise InvalidRequest(f"a key has not {KEY_SIZE_BYTES} bytes")
+
+    @staticmethod
+    def _check_shard(shard: int) -> None:
+        if not 0 <= shard < MAX_SHARDS:
+            raise InvalidRequest(f"shard is {shard}: allowed is 0 .. {MAX_SHARDS - 1}")
+
+    @staticmethod
+    def _check_request_id(request: str) -> None:
+        if not 0 < len(request) <= 256:
+            raise InvalidRequest(f"request id has {len(request)} characters: allowed is 1 .. 256")
+
+    def _engine(self, event: m.Load | m.Release | m.Commit | m.Abort) -> Engine:
+        return self.engines.get(event.engine)
+
+    def _with_drops(self, *actions: m.Action) -> list[m.Action]:
+        drops = self.residency.drops
+        if not drops:
+            return list(actions)
+        self.residency.drops = {}
+        return [*actions, *(m.Drop(kind, slots) for kind, slots in drops.items())]
+
+    # ---- requests of engines
+
+    def _register(self, event: m.RegisterEngine, now_s: float) -> list[m.Action]:
+        engine = self.engines.register(event, now_s)
+        for tier in self.residency.tiers.values():
+            tier.prune()
+        return [m.Registered(engine.shape.slot_bytes)]
+
+    def _lookup(self, event: m.Lookup, now_s: float) -> list[m.Action]:
+        engine = self.engines.speaking(event.engine, event.fingerprint)
+        self._check_keys(event.keys, empty=True)
+        self._check_request_id(event.request)
+        if not 1 <= event.shard_count <= MAX_SHARDS:
+            raise InvalidRequest(f"shard_count is {event.shard_count}: allowed is 1 .. {MAX_SHARDS}")
+        return [self.leases.lookup(event, engine, now_s)]
+
+    def _load(self, event: m.Load, now_s: float) -> list[m.Action]:
+        engine = self._engine(event)
+        self._check_keys(event.keys)
+        self._check_shard(event.shard)
+        self._check_request_id(event.request)
+        reply = self.leases.load(event, self._next_id, engine, now_s)
+        self._next_id += 1
+        return [reply]
+
+    def _release(self, event: m.Release, now_s: float) -> list[m.Action]:
+        engine = self._engine(event)
+        self._check_keys(event.corrupt_keys, empty=True)
+        self._check_shard(event.shard)
+        if (event.lease is None) == (event.request is None):
+            raise InvalidRequest("a release names either a lease or a request")
+        if event.request is not None:
+            self._check_request_id(event.request)
+            return [self.leases.release_hold(event.request, now_s)]
+        lease = self.leases.find(event, engine)
+        instructions = self.verifies.reported(event.corrupt_keys, event.shard, self._next_id)
+        self._next_id += len(instructions)
+        return [self.leases.release(event, lease, now_s), *instructions]
+
+    def _reserve(self, event: m.Reserve, now_s: float) -> list[m.Action]:
+        engine = self.engines.speaking(event.engine, event.fingerprint)
+        self._check_keys(event.keys)
+        self._check_shard(event.shard)
+        if event.parent is not None:
+            self._check_keys([event.parent])
+        reply = self.reservations.reserve(event, self._next_id, engine, now_s)
+        self._next_id += 1
+        return self._with_drops(reply)
+
+    def _commit(self, event: m.Commit, now_s: float) -> list[m.Action]:
+        engine = self._engine(event)
+        self._check_keys(event.keys)
+        return [m.Committed(self.reservations.commit(event.reservation, engine, event.keys, event.checksums))]
+
+    def _abort(self, event: m.Abort, now_s: float) -> list[m.Action]:
+        engine = self._engine(event)
+        self._check_keys(event.keys, empty=True)
+        return self._with_drops(m.Aborted(self.reservations.abort(event.reservation, engine, event.keys)))
+
+    # ---- requests of operators
+
+    def _pin(self, event: m.Pin, now_s: float) -> list[m.Action]:
+        self._check_keys(event.keys)
+        reply = self.leases.pin(event, self._next_id, now_s)
+        self._next_id += 1
+        return [reply]
+
+    def _unpin(self, event: m.Unpin, now_s: float) -> list[m.Action]:
+        if (event.pin is None) == (not event.keys):
+            raise InvalidRequest("an unpin names either a pin or keys")
+        self._check_keys(event.keys, empty=True)
+        return [m.Unpinned(self.leases.unpin(event))]
+
+    def _evict(self, event: m.Evict, now_s: float) -> list[m.Action]:
+        self._check_keys(event.keys)
+        evicted, kept = self.residency.evict_named(event.keys)
+        return self._with_drops(m.Evicted(evicted, kept))
+
+    # ---- observations
+
+    def _engine_died(self, event: m.EngineDied, now_s: float) -> list[m.Action]:
+        engine = self.engines.by_name.get(event.engine)
+        if engine is None:
+            return []
+        self.leases.engine_died(engine)
+        self.reservations.engine_died(engine)
+        self.engines.remove(engine)
+        self.replies.forget(engine.name)
+        self.counters.dead_engines += 1
+        return self._with_drops()
+
+    def _dropped(self, event: m.Dropped, now_s: float) -> list[m.Action]:
+        self.residency.dropped(event.tier, event.slots)
+        return []
+
+    def _verified(self, event: m.Verified, now_s: float) -> list[m.Action]:
+        return self._with_drops(*self.verifies.verified(event))
+
+    def _grow(self, event: m.Grow, now_s: float) -> list[m.Action]:
+        self.residency.tiers[event.tier].grow(event.allocated_bytes)
+        return []
+
+    def _scrub(self, event: m.Scrub, now_s: float) -> list[m.Action]:
+        instructions = self.verifies.scrub(event.blocks, self._next_id)
+        self._next_id += len(instructions)
+        return list(instructions)
+
+    def _tick(self, event: m.Tick, now_s: float) -> list[m.Action]:
+        self.leases.expire(now_s)
+        self.reservations.expire(now_s)
+        return self._with_drops()

@@ -1,0 +1,447 @@
+"""Which block lies in which slot, what must stay, and what goes first.
+
+Blocks of one shard form a forest: the parent of a block is the block before it in its prompt. Three
+facts are kept on it, each updated where it changes:
+
+guards
+    Direct reasons to stay (leases, holds, pins, verifications, an unfinished store) plus the number
+    of children that have guards. So one reason on the deepest block of a prefix protects the whole
+    prefix, and costs a walk only up to the first ancestor that is guarded already.
+candidate
+    Resident, no children, no guards: exactly these are offered to the policy.
+orphan
+    Some ancestor was lost, so that no prompt can reach the block: these go before all others.
+
+A **ghost** is the place of a lost block that others still refer to (children, or guards that have not
+ended yet). It has no slot and no parent; storing its key again fills it and reconnects its children.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.core.config import TierSpec
+from kvtier.core.extents import Extent, Place, Pool, TierMap
+from kvtier.core.ledger import Ledger
+from kvtier.core.stats import Counters
+from kvtier.interfaces import Policy
+from kvtier.types import BlockId, Key, Slot, TierKind
+
+GHOST: Final = 0
+PENDING: Final = 1
+RESIDENT: Final = 2
+_UNVERIFIED_SLACK: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the core needs of a layout."""
+
+    fingerprint: bytes
+    block_bytes: int
+    slot_bytes: int
+
+
+class Block:
+    """One (key, shard). `extent` is None for ghosts; the last three links are the parent's child list."""
+
+    __slots__ = (
+        "candidate",
+        "checksum",
+        "extent",
+        "first_child",
+        "guards",
+        "id",
+        "index",
+        "last",
+        "next",
+        "orphan",
+        "parent",
+        "previous",
+        "shape",
+        "state",
+        "verified",
+        "verifying",
+    )
+
+    def __init__(self, id: BlockId, shape: Shape) -> None:
+        self.id = id
+        self.shape = shape
+        self.state = GHOST
+        self.extent: Extent | None = None
+        self.index = 0
+        self.checksum = b""
+        self.guards = 0
+        self.last = 0
+        self.candidate = False
+        self.orphan = False
+        self.verified = False
+        self.verifying = False
+        self.parent: Block | None = None
+        self.first_child: Block | None = None
+        self.next: Block | None = None
+        self.previous: Block | None = None
+
+    def pool(self) -> Pool:
+        """The pool its slot belongs to."""
+        assert self.extent is not None
+        assert self.extent.pool is not None
+        return self.extent.pool
+
+    def slot(self) -> Slot:
+        """Its slot."""
+        assert self.extent is not None
+        return self.pool().slot(self.extent, self.index)
+
+    def children(self) -> Iterator[Block]:
+        """Pending and resident children."""
+        child = self.first_child
+        while child is not None:
+            following = child.next
+            yield child
+            child = following
+
+
+class Residency:
+    """All blocks and tiers of a node; the only writer of `Block`, `Extent` and `Pool`."""
+
+    def __init__(self, specs: Sequence[TierSpec], policy: Callable[[], Policy], counters: Counters) -> None:
+        self.tiers = {spec.kind: TierMap(spec, policy) for spec in specs}
+        self.shards: dict[int, dict[Key, Block]] = {}
+        self.ledgers: list[Ledger] = []
+        self.drops: dict[TierKind, list[Slot]] = {}
+        self.unverified: deque[Block] = deque()
+        self.accesses = 0
+        self._counters = counters
+
+    def add_ledger(self, ledger: Ledger) -> None:
+        """Keep `ledger` right when blocks are lost, until it is closed and empty."""
+        self.ledgers = [known for known in self.ledgers if known.counts or not known.closed]
+        self.ledgers.append(ledger)
+
+    # ---- reading
+
+    def get(self, key: Key, shard: int) -> Block | None:
+        """The block or ghost under this id."""
+        blocks = self.shards.get(shard)
+        return None if blocks is None else blocks.get(key)
+
+    def run(self, keys: Sequence[Key], shard: int, fingerprint: bytes | None = None) -> list[Block]:
+        """The leading keys that are resident, one chain of one layout that no lost block interrupts."""
+        blocks = self.shards.get(shard)
+        if not blocks or not keys:
+            return []
+        block = blocks.get(keys[0])
+        if block is None or block.state != RESIDENT or block.orphan:
+            return []
+        if fingerprint is not None and block.shape.fingerprint != fingerprint:
+            return []
+        run = [block]
+        find = blocks.get
+        previous = block
+        for key in keys[1:]:
+            block = find(key)
+            if block is None or block.state != RESIDENT or block.parent is not previous:
+                break
+            run.append(block)
+            previous = block
+        return run
+
+    def touch(self, run: Sequence[Block]) -> None:
+        """An access to a chain, ancestors first."""
+        if not run:
+            return
+        self.accesses = now = self.accesses + 1
+        for block in run:
+            block.last = now
+            block.extent.last = now  # type: ignore[union-attr]
+        run[0].pool().policy.touch([block.id for block in run])
+
+    # ---- guards
+
+    def guard(self, block: Block) -> None:
+        """One more reason for `block`, and so for its ancestors, to stay."""
+        at: Block | None = block
+        if block.candidate:
+            self._withdraw(block)
+        while at is not None:
+            guards = at.guards
+            at.guards = guards + 1
+            if guards:
+                return
+            if at.extent is not None:
+                at.extent.guarded += 1
+            at = at.parent
+
+    def unguard(self, block: Block) -> None:
+        """One reason less; undoes one `guard`."""
+        at: Block | None = block
+        while at is not None:
+            guards = at.guards = at.guards - 1
+            if guards:
+                return
+            if at.extent is not None:
+                at.extent.guarded -= 1
+            parent = at.parent
+            if at.first_child is None:
+                self._refresh(at)
+            at = parent
+
+    def _refresh(self, block: Block) -> None:
+        if block.first_child is not None or block.guards:
+            return
+        if block.state == RESIDENT and not block.candidate:
+            block.candidate = True
+            pool = block.pool()
+            if block.orphan:
+                pool.orphans[block] = None
+            else:
+                pool.policy.add(block.id)
+        elif block.state == GHOST:
+            del self.shards[block.id.shard][block.id.key]
+
+    def _withdraw(self, block: Block) -> None:
+        block.candidate = False
+        if block.orphan:
+            del block.pool().orphans[block]
+        else:
+            block.pool().policy.withdraw(block.id)
+
+    # ---- coming and going
+
+    def admit(self, id: BlockId, parent: Block | None, shape: Shape, place: Place) -> Block:
+        """A block that somebody stores from now on: not visible, and guarded by the store itself."""
+        blocks = self.shards.setdefault(id.shard, {})
+        block = blocks.get(id.key)
+        if block is None:
+            block = blocks[id.key] = Block(id, shape)
+        assert block.state == GHOST
+        block.shape = shape
+        block.state = PENDING
+        block.extent, block.index = extent, index = place
+        extent.blocks[index] = block
+        if block.guards:
+            extent.guarded += 1
+        self._attach(block, parent)
+        self._mark_below(block, orphan=False)
+        self.guard(block)
+        extent.pool.tier.reserved_bytes += shape.slot_bytes  # type: ignore[union-attr]
+        return block
+
+    def commit(self, block: Block, checksum: bytes) -> None:
+        """A pending block becomes visible; the caller touches it before the next event."""
+        assert block.state == PENDING
+        block.checksum = checksum
+        block.state = RESIDENT
+        block.verified = block.verifying = False
+        tier = block.pool().tier
+        tier.reserved_bytes -= block.shape.slot_bytes
+        tier.resident_bytes += block.shape.slot_bytes
+        tier.blocks += 1
+        self.unverified.append(block)
+        if len(self.unverified) > 2 * tier.blocks + _UNVERIFIED_SLACK:
+            self.unverified = deque(dict.fromkeys(b for b in self.unverified if b.state == RESIDENT))
+
+    def lose(self, block: Block) -> Place:
+        """Take a block out of its slot, whatever refers to it; the caller frees or keeps the slot."""
+        extent, index = block.extent, block.index
+        assert extent is not None
+        tier = block.pool().tier
+        slot_bytes = block.shape.slot_bytes
+        if block.candidate:
+            self._withdraw(block)
+        if block.state == RESIDENT:
+            block.pool().policy.forget(block.id)
+            tier.resident_bytes -= slot_bytes
+            tier.blocks -= 1
+        else:
+            tier.reserved_bytes -= slot_bytes
+        if block.guards:
+            extent.guarded -= 1
+        self._detach(block)
+        extent.blocks[index] = None
+        block.extent = None
+        block.state = GHOST
+        block.orphan = False
+        block.checksum = b""
+        self._mark_below(block, orphan=True)
+        self._refresh(block)
+        return extent, index
+
+    def _attach(self, block: Block, parent: Block | None) -> None:
+        block.parent = parent
+        if block.guards:
+            for ledger in self.ledgers:
+                ledger.join(block)
+        if parent is None:
+            return
+        if parent.candidate:
+            self._withdraw(parent)
+        first = parent.first_child
+        block.next = first
+        if first is not None:
+            first.previous = block
+        parent.first_child = block
+        if block.guards:
+            self.guard(parent)
+
+    def _detach(self, block: Block) -> None:
+        parent = block.parent
+        if block.guards:
+            for ledger in self.ledgers:
+                ledger.cut(block)
+        block.parent = None
+        if parent is None:
+            return
+        if block.previous is None:
+            parent.first_child = block.next
+        else:
+            block.previous.next = block.next
+        if block.next is not None:
+            block.next.previous = block.previous
+        block.next = block.previous = None
+        if block.guards:
+            self.unguard(parent)
+        else:
+            self._refresh(parent)
+
+    def _mark_below(self, ancestor: Block, *, orphan: bool) -> None:
+        """`ancestor` was lost or is back: once for each descendant, however deep."""
+        stack = list(ancestor.children())
+        while stack:
+            block = stack.pop()
+            if block.orphan == orphan:
+                continue
+            stack.extend(block.children())
+            was_candidate = block.candidate
+            if was_candidate:
+                self._withdraw(block)
+            block.orphan = orphan
+            if was_candidate:
+                self._refresh(block)
+
+    # ---- slots
+
+    def free(self, place: Place) -> None:
+        """The slot holds nothing that anybody needs: reuse it, at once or when its bytes are deleted."""
+        extent, index = place
+        pool = extent.pool
+        assert pool is not None
+        tier = pool.tier
+        if tier.spec.frees_at_once:
+            pool.release(extent, index)
+            return
+        slot = pool.slot(extent, index)
+        tier.draining[slot] = place
+        tier.draining_bytes += pool.slot_bytes
+        pool.draining += 1
+        extent.draining += 1
+        extent.stuck += 1
+        self.drops.setdefault(tier.spec.kind, []).append(slot)
+
+    def dropped(self, kind: TierKind, slots: Sequence[Slot]) -> None:
+        """The bytes of these slots are deleted."""
+        tier = self.tiers[kind]
+        for slot in slots:
+            extent, index = tier.draining.pop(slot)
+            pool = extent.pool
+            assert pool is not None
+            tier.draining_bytes -= pool.slot_bytes
+            pool.draining -= 1
+            extent.draining -= 1
+            extent.stuck -= 1
+            pool.release(extent, index)
+
+    def quarantine(self, place: Place) -> None:
+        """Nobody knows whether the slot is still written: keep it from everybody."""
+        extent, _ = place
+        assert extent.pool is not None
+        extent.stuck += 1
+        extent.pool.tier.quarantined_bytes += extent.pool.slot_bytes
+
+    def unquarantine(self, place: Place) -> None:
+        """Proof that nobody writes the slot any more."""
+        extent, _ = place
+        assert extent.pool is not None
+        extent.stuck -= 1
+        extent.pool.tier.quarantined_bytes -= extent.pool.slot_bytes
+        self.free(place)
+
+    # ---- eviction
+
+    def evict(self, block: Block) -> None:
+        """Drop an unguarded leaf."""
+        assert block.candidate
+        self._counters.evicted_blocks += 1
+        self.free(self.lose(block))
+
+    def evict_below(self, top: Block) -> int:
+        """Drop an unguarded block and all that continue it, deepest first; returns how many."""
+        order = [top]
+        for block in order:
+            order.extend(block.children())
+        for block in reversed(order):
+            self.evict(block)
+        return len(order)
+
+    def evict_named(self, keys: Sequence[Key]) -> tuple[int, int]:
+        """Drop these blocks and all that continue them; guarded ones stay. Returns dropped and kept."""
+        evicted = kept = 0
+        stack = [b for key in keys for shard in self.shards if (b := self.get(key, shard)) is not None]
+        seen: set[Block] = set()
+        while stack:
+            block = stack.pop()
+            if block in seen:
+                continue
+            seen.add(block)
+            if block.state == RESIDENT and not block.guards:
+                evicted += self.evict_below(block)
+            else:
+                kept += block.state == RESIDENT
+                stack.extend(block.children())
+        return evicted, kept
+
+    def make_room(self, tier: TierMap, pool: Pool, wanted: int) -> None:
+        """Get `wanted` slots of this size free or draining, as far as guards allow.
+
+        In this order: a free extent; orphans of this size; then whichever was used longest ago, this
+        size's victim or a whole extent of another size, so that a size nobody uses any more gives way.
+        """
+        others: list[Extent] | None = None
+        coming = pool.draining
+        if not tier.spec.frees_at_once and pool.free + coming < wanted:
+            coming += tier.draining_extents(pool) * pool.slots_per_extent
+        while pool.free + coming < wanted:
+            if pool.take_extent():
+                continue
+            if pool.orphans:
+                coming += self._evict_for(tier, next(iter(pool.orphans)))
+                continue
+            victim = self._victim(pool)
+            if others is None:
+                others = tier.coldest_first(pool)
+            while others and others[-1].pool in (None, pool):
+                others.pop()
+            if others and (victim is None or others[-1].last < victim.last):
+                coming += self._take_over(tier, pool, others.pop())
+            elif victim is not None:
+                coming += self._evict_for(tier, victim)
+            else:
+                return
+
+    def _victim(self, pool: Pool) -> Block | None:
+        id = pool.policy.victim()
+        return None if id is None else self.shards[id.shard][id.key]
+
+    def _evict_for(self, tier: TierMap, victim: Block) -> int:
+        self.evict(victim)
+        return 0 if tier.spec.frees_at_once else 1
+
+    def _take_over(self, tier: TierMap, pool: Pool, extent: Extent) -> int:
+        for block in list(extent.blocks):
+            if block is not None and block.extent is extent:
+                self.evict_below(block)
+        return 0 if tier.spec.frees_at_once else pool.slots_per_extent

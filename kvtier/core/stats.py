@@ -1,0 +1,84 @@
+"""What status and metrics show; the fields are those of admin.proto."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvtier.types import BlockId, Slot, TierKind
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the core was made; never decreasing."""
+
+    lookups: int = 0
+    lookup_blocks: int = 0
+    hit_blocks: int = 0
+    loaded_blocks: int = 0
+    failed_loads: int = 0
+    stored_blocks: int = 0
+    aborted_blocks: int = 0
+    refused_blocks: int = 0
+    evicted_blocks: int = 0
+    corrupt_blocks: int = 0
+    dead_engines: int = 0
+    expired_leases: int = 0
+
+    def copy(self) -> Counters:
+        """As they are now."""
+        return replace(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Bytes of a tier by state. `leased_bytes` counts what several engines share once for each."""
+
+    kind: TierKind
+    capacity_bytes: int
+    allocated_bytes: int
+    resident_bytes: int
+    reserved_bytes: int
+    quarantined_bytes: int
+    draining_bytes: int
+    leased_bytes: int
+    pinned_bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One registered engine; `registered_at_s` is on the clock that `handle` was given."""
+
+    engine: str
+    description: str
+    fingerprint: bytes
+    slot_bytes: int
+    leased_bytes: int
+    reserved_bytes: int
+    quarantined_bytes: int
+    leases: int
+    registered_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CoreStats:
+    """One consistent picture."""
+
+    tiers: list[TierStats]
+    engines: list[EngineStats]
+    counters: Counters
+    holds: int
+    leases: int
+    pins: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlace:
+    """Where one shard of ``keys[index]`` lies; `leases` that protect it directly, and whether a pin does."""
+
+    index: int
+    block: BlockId
+    tier: TierKind
+    slot: Slot
+    leases: int
+    pinned: bool
