@@ -1,37 +1,30 @@
 """How much memory this machine has: total, available, and free in a shared-memory file system.
 
-A container's own limit counts where it is lower than what the machine has. Pure reads of `/proc`,
-`/sys` and `statvfs`; thread-safe.
+A limit of a control group (a container, a systemd unit) counts where it is lower than what the machine
+has. Pure reads of `/proc`, `/sys` and `statvfs`; thread-safe.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-_MEMINFO: Final = Path("/proc/meminfo")
-_CGROUP_LIMITS: Final = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
-)
+_PROC: Final = Path("/proc")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_V1_FILES: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+_V2_FILES: Final = ("memory.max", "memory.current", "")
 
 
 def memory_total_bytes() -> int:
-    """Bytes of memory that this process may ever use: the machine's, or its control group's limit."""
-    total = _meminfo_bytes("MemTotal")
-    group = _cgroup_bytes()
-    return total if group is None else min(total, group[0])
+    """Bytes of memory that this process may ever use."""
+    return min([_meminfo_bytes("MemTotal"), *(limit for limit, _ in _group_bytes())])
 
 
 def memory_available_bytes() -> int:
     """Bytes of memory that can be taken now without swapping."""
-    available = _meminfo_bytes("MemAvailable")
-    group = _cgroup_bytes()
-    return available if group is None else max(0, min(available, group[0] - group[1]))
+    return max(0, min([_meminfo_bytes("MemAvailable"), *(limit - used for limit, used in _group_bytes())]))
 
 
 def free_bytes(directory: Path) -> int:
@@ -41,19 +34,45 @@ def free_bytes(directory: Path) -> int:
 
 
 def _meminfo_bytes(name: str) -> int:
-    for line in _MEMINFO.read_text().splitlines():
+    for line in (_PROC / "meminfo").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"{_MEMINFO} has no line {name}")
+    raise OSError(f"{_PROC / 'meminfo'} has no line {name}")
 
 
-def _cgroup_bytes() -> tuple[int, int] | None:
-    """Limit and use of the control group whose files are mounted, None where there is no limit."""
-    for limit_file, usage_file in _CGROUP_LIMITS:
+def _group_bytes() -> Iterator[tuple[int, int]]:
+    """Limit, and use without what the kernel can reclaim, of each control group that has a limit."""
+    for folder, (limit_file, usage_file, stat_prefix) in _group_folders():
         try:
-            limit = int(limit_file.read_text())
-            usage = int(usage_file.read_text())
-        except (OSError, ValueError):  # not mounted, or "max"
+            limit = int((folder / limit_file).read_text())
+            usage = int((folder / usage_file).read_text())
+            yield limit, usage - _reclaimable_bytes(folder / "memory.stat", stat_prefix)
+        except (OSError, ValueError):  # not mounted, not ours to see, or "max"
             continue
-        return limit, usage
-    return None
+
+
+def _reclaimable_bytes(stat_file: Path, prefix: str) -> int:
+    """Cached files. Shared memory is none of them: the kernel counts it as anonymous here."""
+    names = {f"{prefix}inactive_file", f"{prefix}active_file"}
+    fields = (line.split() for line in stat_file.read_text().splitlines())
+    return sum(int(value) for name, value in fields if name in names)
+
+
+def _group_folders() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """This process's memory groups and those above them, as far as they can be seen from here."""
+    try:
+        lines = (_PROC / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, files = _CGROUPS, _V2_FILES
+        elif "memory" in controllers.split(","):
+            root, files = _CGROUPS / "memory", _V1_FILES
+        else:
+            continue
+        # In a container the path may be the host's, of which only the root is mounted here.
+        inner = Path(path.lstrip("/"))
+        for folder in (inner, *inner.parents):
+            yield root / folder, files

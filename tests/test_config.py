@@ -173,14 +173,44 @@ def test_a_configuration_does_not_change() -> None:
         config.max_engines = 3  # type: ignore[misc]
 
 
-def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit, usage = tmp_path / "memory.max", tmp_path / "memory.current"
-    monkeypatch.setattr(machine, "_CGROUP_LIMITS", ((limit, usage),))
+@pytest.mark.parametrize(
+    ("line", "root", "limit_file", "usage_file", "prefix"),
+    [
+        ("0::/system.slice/kvtier.service", "", "memory.max", "memory.current", ""),
+        ("4:cpu,memory:/a/b", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ],
+)
+@pytest.mark.parametrize("level", ["own", "parent", "root"])
+def test_a_control_group_s_limit_counts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    root: str,
+    limit_file: str,
+    usage_file: str,
+    prefix: str,
+    level: str,
+) -> None:
     whole = machine.memory_total_bytes()
-    limit.write_text("max\n")
-    usage.write_text("1\n")
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal: {whole // 1024} kB\nMemAvailable: {whole // 1024} kB\n")
+    (proc / "self/cgroup").write_text(f"1:name=systemd:/x\n{line}\n")
+    inner = line.rpartition(":")[2].lstrip("/")
+    folder = groups / root / {"own": inner, "parent": inner.split("/")[0], "root": ""}[level]
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(machine, "_PROC", proc)
+    monkeypatch.setattr(machine, "_CGROUPS", groups)
     assert machine.memory_total_bytes() == whole
-    limit.write_text(f"{256 * MIB}\n")
-    usage.write_text(f"{100 * MIB}\n")
+    (folder / limit_file).write_text("max\n")
+    (folder / usage_file).write_text("1\n")
+    assert machine.memory_total_bytes() == whole
+    (folder / limit_file).write_text(f"{256 * MIB}\n")
+    (folder / usage_file).write_text(f"{100 * MIB}\n")
+    (folder / "memory.stat").write_text(
+        f"{prefix}inactive_file {10 * MIB}\n{prefix}active_file {5 * MIB}\n{prefix}shmem {50 * MIB}\n"
+    )
     assert machine.memory_total_bytes() == 256 * MIB
-    assert machine.memory_available_bytes() == 156 * MIB
+    assert machine.memory_available_bytes() == 171 * MIB
+    (folder / usage_file).write_text(f"{300 * MIB}\n")
+    assert machine.memory_available_bytes() == 0
