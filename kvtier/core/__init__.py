@@ -1,0 +1,1 @@
+"""Decides; awaits, opens and measures nothing."""

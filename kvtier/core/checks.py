@@ -160,7 +160,8 @@ def _check_extents(tier: TierMap, used: dict[tuple[int, int], str]) -> None:
         pool = extent.pool
         if pool is None:
             assert not taken
-            assert not (extent.guarded or extent.stuck or extent.draining or extent.listed)
+            assert extent.guarded == extent.stuck == extent.draining == 0
+            assert not extent.listed
             continue
         assert pool.extents.get(extent.number) is extent
         assert taken, "an extent without any block was not given back"

@@ -91,5 +91,6 @@ class TierSpec:
             raise ConfigError(f"extent_bytes is {self.extent_bytes}: allowed is above 0")
         if not 0 <= self.allocated_bytes <= self.capacity_bytes:
             raise ConfigError(
-                f"allocated_bytes is {self.allocated_bytes}: allowed is 0 .. capacity_bytes, {self.capacity_bytes}"
+                f"allocated_bytes is {self.allocated_bytes}: allowed is 0 .. "
+                f"capacity_bytes, {self.capacity_bytes}"
             )

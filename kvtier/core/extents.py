@@ -139,7 +139,7 @@ class Pool:
             heappush(self.open, extent.number)
 
     def _return(self, extent: Extent) -> None:
-        assert not extent.guarded and not extent.stuck and not extent.draining
+        assert extent.guarded == extent.stuck == extent.draining == 0
         if extent.listed:
             self.open.remove(extent.number)
             heapify(self.open)

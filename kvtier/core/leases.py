@@ -84,7 +84,7 @@ class Leases:
         count = self._affordable(engine, runs, found)
         if old is None and len(self.holds) >= self._config.max_holds:
             count = 0
-        for shard, run in enumerate(runs):
+        for run in runs:
             del run[count:]
             if run:
                 self._residency.touch(run)
@@ -106,7 +106,8 @@ class Leases:
         """Lease the leading run of one shard under the id `lease`, then end the hold for that shard."""
         if len(engine.leases) >= self._config.max_leases_per_engine:
             raise LimitExceeded(
-                f"engine {engine.name!r} has {len(engine.leases)} leases: release some or raise max_leases_per_engine"
+                f"engine {engine.name!r} has {len(engine.leases)} leases: "
+                "release some or raise max_leases_per_engine"
             )
         residency = self._residency
         run = residency.run(event.keys, event.shard, engine.shape.fingerprint)
@@ -262,7 +263,8 @@ class Leases:
         total = self.pin_ledger.bytes + sum(self.pin_ledger.cost(run[-1]) for run in runs)
         if total > limit:
             raise LimitExceeded(
-                f"pins would protect {total} bytes, at most {limit} are allowed: unpin some or raise max_pinned_fraction"
+                f"pins would protect {total} bytes, at most {limit} are allowed: "
+                "unpin some or raise max_pinned_fraction"
             )
         for run in runs:
             self._residency.guard(run[-1])

@@ -41,7 +41,8 @@ class ReplyCache:
 
     def check(self, engines: set[str]) -> None:
         """Assert the bounds, and that only `engines` are remembered."""
-        assert self._replies.keys() <= engines and self._replies.keys() == self._blocks.keys()
+        assert self._replies.keys() <= engines
+        assert self._replies.keys() == self._blocks.keys()
         for engine, replies in self._replies.items():
             weight = sum(map(_weight, replies.values()))
             assert weight == self._blocks[engine], "blocks of remembered replies do not add up"

@@ -134,14 +134,14 @@ class Residency:
         blocks = self.shards.get(shard)
         if not blocks or not keys:
             return []
-        block = blocks.get(keys[0])
-        if block is None or block.state != RESIDENT or block.orphan:
+        first = blocks.get(keys[0])
+        if first is None or first.state != RESIDENT or first.orphan:
             return []
-        if fingerprint is not None and block.shape.fingerprint != fingerprint:
+        if fingerprint is not None and first.shape.fingerprint != fingerprint:
             return []
-        run = [block]
+        run = [first]
         find = blocks.get
-        previous = block
+        previous = first
         for key in keys[1:]:
             block = find(key)
             if block is None or block.state != RESIDENT or block.parent is not previous:
