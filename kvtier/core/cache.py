@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvtier.core import messages as m
+from kvtier.core.blocks import RESIDENT, Block
 from kvtier.core.checks import check_core
 from kvtier.core.config import CALL_ID_BYTES, CoreConfig, TierSpec
 from kvtier.core.engines import Engine, Engines
@@ -18,7 +19,7 @@ from kvtier.core.leases import Leases
 from kvtier.core.policies import LruPolicy
 from kvtier.core.replies import ReplyCache
 from kvtier.core.reservations import Reservations
-from kvtier.core.residency import RESIDENT, Block, Residency
+from kvtier.core.residency import Residency
 from kvtier.core.stats import BlockPlace, CoreStats, Counters, TierStats
 from kvtier.core.verifies import Verifies
 from kvtier.errors import InvalidRequest, LimitExceeded
@@ -134,8 +135,8 @@ class CacheCore:
         """Every place of every block that is named, whatever its shard; in the order of `keys`."""
         leases: dict[Block, int] = {}
         for lease in self.leases.leases.values():
-            for block in lease.blocks:
-                leases[block] = leases.get(block, 0) + 1
+            for leased in lease.blocks:
+                leases[leased] = leases.get(leased, 0) + 1
         pinned = self.leases.pin_ledger.counts
         return [
             BlockPlace(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from kvtier.core.blocks import GHOST, PENDING, RESIDENT, Block
 from kvtier.core.config import CoreConfig
 from kvtier.core.extents import Extent, Place, Pool, TierMap
 from kvtier.core.ledger import Ledger
 from kvtier.core.policies import LruPolicy
-from kvtier.core.residency import GHOST, PENDING, RESIDENT, Block, Residency
+from kvtier.core.residency import Residency
 
 if TYPE_CHECKING:
     from kvtier.core.cache import CacheCore

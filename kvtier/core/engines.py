@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from kvtier.core.blocks import Shape
 from kvtier.core.config import CoreConfig
 from kvtier.core.ledger import Ledger
 from kvtier.core.messages import RegisterEngine
-from kvtier.core.residency import Residency, Shape
+from kvtier.core.residency import Residency
 from kvtier.core.stats import EngineStats
 from kvtier.errors import Conflict, InvalidRequest, LimitExceeded, UnknownId
 from kvtier.types import Layout

@@ -17,7 +17,7 @@ from kvtier.interfaces import Policy
 from kvtier.types import Slot
 
 if TYPE_CHECKING:
-    from kvtier.core.residency import Block
+    from kvtier.core.blocks import Block
 
 
 class Extent:

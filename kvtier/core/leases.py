@@ -6,11 +6,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtier.core.blocks import Block
 from kvtier.core.config import MAX_PIN_TTL_S, CoreConfig
 from kvtier.core.engines import Engine
 from kvtier.core.ledger import Ledger
 from kvtier.core.messages import Leased, Load, Lookup, Offered, Pin, Pinned, Release, Released, Unpin
-from kvtier.core.residency import Block, Residency
+from kvtier.core.residency import Residency
 from kvtier.core.stats import Counters
 from kvtier.errors import InvalidRequest, LimitExceeded, UnknownId
 from kvtier.types import Key, TierKind

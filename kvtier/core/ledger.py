@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvtier.core.residency import Block
+    from kvtier.core.blocks import Block
 
 
 class Ledger:

@@ -6,11 +6,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvtier.core.blocks import GHOST, PENDING, RESIDENT, Block
 from kvtier.core.config import CoreConfig
 from kvtier.core.engines import Engine
 from kvtier.core.extents import Place, Pool, TierMap
 from kvtier.core.messages import Reserve, Reserved, ReserveState
-from kvtier.core.residency import GHOST, PENDING, RESIDENT, Block, Residency
+from kvtier.core.residency import Residency
 from kvtier.core.stats import Counters
 from kvtier.errors import Conflict, InvalidRequest, UnknownId
 from kvtier.types import CHECKSUM_SIZE_BYTES, BlockId, Key, Slot

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvtier.core.blocks import RESIDENT, Block
 from kvtier.core.config import CoreConfig
 from kvtier.core.leases import Leases
 from kvtier.core.messages import Instruction, Lost, Verified, Verify
-from kvtier.core.residency import RESIDENT, Block, Residency
+from kvtier.core.residency import Residency
 from kvtier.core.stats import Counters
 from kvtier.types import Key
 

@@ -1,0 +1,249 @@
+"""Which block lies in which slot, what must stay, and what goes first.
+
+Blocks of one shard form a forest: the parent of a block is the block before it in its prompt. Three
+facts are kept on it, each updated where it changes:
+
+guards
+    Direct reasons to stay (leases, holds, pins, verifications, an unfinished store) plus the number
+    of children that have guards. So one reason on the deepest block of a prefix protects the whole
+    prefix, and costs a walk only up to the first ancestor that is guarded already.
+candidate
+    Resident, no children, no guards: exactly these are offered to the policy.
+orphan
+    Some ancestor was lost, so that no prompt can reach the block: these go before all others.
+
+A **ghost** is the place of a lost block that others still refer to (children, or guards that have not
+ended yet). It has no slot and no parent; storing its key again fills it and reconnects its children.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvtier.core.blocks import GHOST, PENDING, RESIDENT, Block, Shape
+from kvtier.core.config import TierSpec
+from kvtier.core.extents import Place, TierMap
+from kvtier.core.ledger import Ledger
+from kvtier.interfaces import Policy
+from kvtier.types import BlockId, Key
+
+_UNVERIFIED_SLACK: Final = 1024
+
+
+class Forest:
+    """The blocks of a node, by shard and key, and what follows from how they depend on each other."""
+
+    def __init__(self, specs: Sequence[TierSpec], policy: Callable[[], Policy]) -> None:
+        self.tiers = {spec.kind: TierMap(spec, policy) for spec in specs}
+        self.shards: dict[int, dict[Key, Block]] = {}
+        self.ledgers: list[Ledger] = []
+        self.unverified: deque[Block] = deque()
+        self.accesses = 0
+
+    def add_ledger(self, ledger: Ledger) -> None:
+        """Keep `ledger` right when blocks are lost, until it is closed and empty."""
+        self.ledgers = [known for known in self.ledgers if known.counts or not known.closed]
+        self.ledgers.append(ledger)
+
+    # ---- reading
+
+    def get(self, key: Key, shard: int) -> Block | None:
+        """The block or ghost under this id."""
+        blocks = self.shards.get(shard)
+        return None if blocks is None else blocks.get(key)
+
+    def run(self, keys: Sequence[Key], shard: int, fingerprint: bytes | None = None) -> list[Block]:
+        """The leading keys that are resident, one chain of one layout that no lost block interrupts."""
+        blocks = self.shards.get(shard)
+        if not blocks or not keys:
+            return []
+        first = blocks.get(keys[0])
+        if first is None or first.state != RESIDENT or first.orphan:
+            return []
+        if fingerprint is not None and first.shape.fingerprint != fingerprint:
+            return []
+        run = [first]
+        find = blocks.get
+        previous = first
+        for key in keys[1:]:
+            block = find(key)
+            if block is None or block.state != RESIDENT or block.parent is not previous:
+                break
+            run.append(block)
+            previous = block
+        return run
+
+    def touch(self, run: Sequence[Block]) -> None:
+        """An access to a chain, ancestors first."""
+        if not run:
+            return
+        self.accesses = now = self.accesses + 1
+        for block in run:
+            block.last = now
+            block.extent.last = now  # type: ignore[union-attr]
+        run[0].pool().policy.touch([block.id for block in run])
+
+    # ---- guards
+
+    def guard(self, block: Block) -> None:
+        """One more reason for `block`, and so for its ancestors, to stay."""
+        at: Block | None = block
+        if block.candidate:
+            self._withdraw(block)
+        while at is not None:
+            guards = at.guards
+            at.guards = guards + 1
+            if guards:
+                return
+            if at.extent is not None:
+                at.extent.guarded += 1
+            at = at.parent
+
+    def unguard(self, block: Block) -> None:
+        """One reason less; undoes one `guard`."""
+        at: Block | None = block
+        while at is not None:
+            guards = at.guards = at.guards - 1
+            if guards:
+                return
+            if at.extent is not None:
+                at.extent.guarded -= 1
+            parent = at.parent
+            if at.first_child is None:
+                self._refresh(at)
+            at = parent
+
+    def _refresh(self, block: Block) -> None:
+        if block.first_child is not None or block.guards:
+            return
+        if block.state == RESIDENT and not block.candidate:
+            block.candidate = True
+            pool = block.pool()
+            if block.orphan:
+                pool.orphans[block] = None
+            else:
+                pool.policy.add(block.id)
+        elif block.state == GHOST:
+            del self.shards[block.id.shard][block.id.key]
+
+    def _withdraw(self, block: Block) -> None:
+        block.candidate = False
+        if block.orphan:
+            del block.pool().orphans[block]
+        else:
+            block.pool().policy.withdraw(block.id)
+
+    # ---- coming and going
+
+    def admit(self, id: BlockId, parent: Block | None, shape: Shape, place: Place) -> Block:
+        """A block that somebody stores from now on: not visible, and guarded by the store itself."""
+        blocks = self.shards.setdefault(id.shard, {})
+        block = blocks.get(id.key)
+        if block is None:
+            block = blocks[id.key] = Block(id, shape)
+        assert block.state == GHOST
+        block.shape = shape
+        block.state = PENDING
+        block.extent, block.index = extent, index = place
+        extent.blocks[index] = block
+        if block.guards:
+            extent.guarded += 1
+        self._attach(block, parent)
+        self._mark_below(block, orphan=False)
+        self.guard(block)
+        extent.pool.tier.reserved_bytes += shape.slot_bytes  # type: ignore[union-attr]
+        return block
+
+    def commit(self, block: Block, checksum: bytes) -> None:
+        """A pending block becomes visible; the caller touches it before the next event."""
+        assert block.state == PENDING
+        block.checksum = checksum
+        block.state = RESIDENT
+        block.verified = block.verifying = False
+        tier = block.pool().tier
+        tier.reserved_bytes -= block.shape.slot_bytes
+        tier.resident_bytes += block.shape.slot_bytes
+        tier.blocks += 1
+        self.unverified.append(block)
+        if len(self.unverified) > 2 * tier.blocks + _UNVERIFIED_SLACK:
+            self.unverified = deque(dict.fromkeys(b for b in self.unverified if b.state == RESIDENT))
+
+    def lose(self, block: Block) -> Place:
+        """Take a block out of its slot, whatever refers to it; the caller frees or keeps the slot."""
+        extent, index = block.extent, block.index
+        assert extent is not None
+        tier = block.pool().tier
+        slot_bytes = block.shape.slot_bytes
+        if block.candidate:
+            self._withdraw(block)
+        if block.state == RESIDENT:
+            block.pool().policy.forget(block.id)
+            tier.resident_bytes -= slot_bytes
+            tier.blocks -= 1
+        else:
+            tier.reserved_bytes -= slot_bytes
+        if block.guards:
+            extent.guarded -= 1
+        self._detach(block)
+        extent.blocks[index] = None
+        block.extent = None
+        block.state = GHOST
+        block.orphan = False
+        block.checksum = b""
+        self._mark_below(block, orphan=True)
+        self._refresh(block)
+        return extent, index
+
+    def _attach(self, block: Block, parent: Block | None) -> None:
+        block.parent = parent
+        if block.guards:
+            for ledger in self.ledgers:
+                ledger.join(block)
+        if parent is None:
+            return
+        if parent.candidate:
+            self._withdraw(parent)
+        first = parent.first_child
+        block.next = first
+        if first is not None:
+            first.previous = block
+        parent.first_child = block
+        if block.guards:
+            self.guard(parent)
+
+    def _detach(self, block: Block) -> None:
+        parent = block.parent
+        if block.guards:
+            for ledger in self.ledgers:
+                ledger.cut(block)
+        block.parent = None
+        if parent is None:
+            return
+        if block.previous is None:
+            parent.first_child = block.next
+        else:
+            block.previous.next = block.next
+        if block.next is not None:
+            block.next.previous = block.previous
+        block.next = block.previous = None
+        if block.guards:
+            self.unguard(parent)
+        else:
+            self._refresh(parent)
+
+    def _mark_below(self, ancestor: Block, *, orphan: bool) -> None:
+        """`ancestor` was lost or is back: once for each descendant, however deep."""
+        stack = list(ancestor.children())
+        while stack:
+            block = stack.pop()
+            if block.orphan == orphan:
+                continue
+            stack.extend(block.children())
+            was_candidate = block.candidate
+            if was_candidate:
+                self._withdraw(block)
+            block.orphan = orphan
+            if was_candidate:
+                self._refresh(block)
