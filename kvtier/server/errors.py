@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, NoReturn
 
 import grpc
-from grpc.aio import Metadata, ServicerContext
+from grpc.aio import ServicerContext
 
 from kvtier import errors
 
@@ -37,6 +37,6 @@ def status_code(error: errors.KvtierError) -> grpc.StatusCode:
 
 async def abort(context: ServicerContext, error: errors.KvtierError) -> NoReturn:  # type: ignore[type-arg]
     """End the call with the status, the message and the class of `error`."""
-    metadata = Metadata((ERROR_METADATA, type(error).__name__))
-    await context.abort(status_code(error), str(error), trailing_metadata=metadata)
+    metadata = ((ERROR_METADATA, type(error).__name__),)
+    await context.abort(status_code(error), str(error), metadata)
     raise AssertionError("a call went on after it was aborted")
