@@ -23,13 +23,17 @@ async def main(options):
             setattr(machine, probe, lambda: 1 << 60)
         machine.free_bytes = lambda directory: 1 << 60
     options["shm_dir"] = Path(options["shm_dir"])
+    announce = options.pop("announce", False)
     arena = Arena(**options)
+    if announce:
+        print("starting", flush=True)
     try:
         await arena.open()
     except Exception as error:
         print(type(error).__name__, error, flush=True)
         return
-    arena._bytes[:5] = b"alive"
+    if arena.allocated_bytes:
+        arena._bytes[:5] = b"alive"
     print("open", arena.allocated_bytes, flush=True)
     for line in sys.stdin:
         print(bytes(arena._bytes[:5]).decode(), flush=True)

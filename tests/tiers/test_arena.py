@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import mmap
 import os
+import random
 import re
 import shutil
 import stat
@@ -514,6 +516,58 @@ async def test_an_engine_that_maps_while_the_arena_is_retired_notices(make: Make
         assert arena.old_arena_bytes == 0
         os.close(fd)
         await arena.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+async def test_the_cap_holds_wherever_daemons_and_engines_die(make: Make, shm_dir: Path, seed: int) -> None:
+    """Kill -9 at random points of a start: what is mapped has a name, what has a name is within the cap."""
+    cap, extent = 64 * MIB, 4 * MIB
+    rng = random.Random(seed)
+    with contextlib.ExitStack() as stack:
+        engines: list[tuple[Process, os.stat_result]] = []
+        for incarnation in range(1, 13):
+            options = daemon_options(
+                shm_dir, incarnation, capacity_bytes=cap, extent_bytes=extent, announce=True
+            )
+            daemon = stack.enter_context(process(DAEMON, options, "starting"))
+            end_s = time.monotonic() + rng.uniform(0, 0.15)
+            mapped = False
+            while time.monotonic() < end_s:
+                await asyncio.sleep(0.001)
+                assert named_bytes(shm_dir) <= cap
+                path = arena_of(shm_dir, incarnation)
+                if not mapped and rng.random() < 0.3 and path.exists() and path.stat().st_size:
+                    mapped = True
+                    with contextlib.suppress(FileNotFoundError):
+                        status = path.stat()
+                        engines.append((stack.enter_context(process(ENGINE, str(path), "mapped")), status))
+            daemon.kill()
+            assert named_bytes(shm_dir) <= cap
+            named = {(shm_dir / name).stat().st_ino for name in names(shm_dir)}
+            assert all(status.st_ino in named for _, status in engines)
+            if len(engines) > 2:
+                engines.pop(rng.randrange(len(engines)))[0].kill()
+        arena = make(100, capacity_bytes=cap, extent_bytes=extent)
+        await arena.open()
+        for engine, _ in engines:
+            engine.kill()
+        await until(lambda: (arena.grow() == cap, named_bytes(shm_dir) <= cap) == (True, True))
+        await arena.close()
+    assert names(shm_dir) == []
+
+
+def named_bytes(shm_dir: Path) -> int:
+    """Memory behind every arena with a name; of two sums, since a daemon may free and take in between."""
+
+    def total() -> int:
+        found = 0
+        for name in names(shm_dir):
+            with contextlib.suppress(FileNotFoundError):  # renamed or removed since
+                found += 0 if name.endswith(".owner") else (shm_dir / name).stat().st_blocks * 512
+        return found
+
+    return min(total(), total())
 
 
 # ---- the arena's own life
