@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Iterator
 from typing import Any, Final
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -80,16 +82,37 @@ def _refuse_cache(vllm_config: Any, spec: Any) -> None:
         raise ConfigError("kvtier does not serve kv_cache_dtype_skip_layers: all layers must be of one type")
 
 
-def require_recompute(kv_transfer_config: Any) -> None:
-    """Make vLLM recompute what kvtier fails to load; the scheduler reads the policy after this."""
-    policy = kv_transfer_config.kv_load_failure_policy
-    if policy == "fail":  # vLLM's default
-        kv_transfer_config.kv_load_failure_policy = "recompute"
-        logger.info("kvtier: kv_load_failure_policy is 'recompute': a failed load is computed, not an error")
-    elif policy != "recompute":
-        raise ConfigError(
-            f"kv_load_failure_policy is {policy!r}: kvtier needs 'recompute', or a failed load fails requests"
-        )
+def require_recompute(vllm_config: Any) -> None:
+    """Make vLLM recompute what kvtier fails to load; the scheduler reads the policy after this.
+
+    A user who left it alone and one who wrote "fail" look the same, and neither wants an error from a
+    cache: both get "recompute", and a line in the log.
+    """
+    for config in (vllm_config.kv_transfer_config, *_enclosing_configs()):
+        policy = config.kv_load_failure_policy
+        if policy == "fail":
+            config.kv_load_failure_policy = "recompute"
+            logger.info(
+                "kvtier: kv_load_failure_policy is now 'recompute', what cannot be loaded is computed"
+            )
+        elif policy != "recompute":
+            raise ConfigError(
+                f"kv_load_failure_policy is {policy!r}: kvtier needs 'recompute', or failed loads are errors"
+            )
+
+
+def _enclosing_configs() -> Iterator[Any]:
+    """The configs of the `MultiConnector`s that are making this connector.
+
+    They hand their children a config of their own, while the scheduler reads theirs, so they are found
+    on the stack.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__init__" and type(owner).__name__ == "MultiConnector":
+            yield frame.f_locals["vllm_config"].kv_transfer_config
+        frame = frame.f_back
 
 
 def beyond_tokens(request: Any) -> str:

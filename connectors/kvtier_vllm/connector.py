@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+logger = logging.getLogger("vllm.kvtier")
+
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps prompt KV in the node's `kvtier serve` and loads it back instead of computing it again.
@@ -51,7 +54,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self.settings = Settings.parse(self._kv_transfer_config.kv_connector_extra_config)
         refuse_unserved(vllm_config, kv_cache_config)
-        require_recompute(self._kv_transfer_config)
+        require_recompute(vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         engine_id = str(self._kv_transfer_config.engine_id)
@@ -126,7 +129,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             names,
             engine_layout=self._kv_cache_config.kv_cache_layout,
             backends=backends,
-            cpu_isa=str(getattr(layers[names[0]], "isa", "plain")) if on_cpu else None,
+            cpu_isa=_cpu_isa(layers[names[0]]) if on_cpu else None,
             engine_version=vllm.__version__,
         )
         return Handshake(layout, kv_dtype(cache_dtype, spec))
@@ -141,8 +144,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.worker.begin_step(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Hand over the loads."""
-        self.worker.start_loads()
+        """Loads have started with the step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a step never depends on one that is under way."""
@@ -182,13 +184,25 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Request) -> None:
         """Start its lookup."""
-        self.scheduler.on_new_request(request)
+        try:
+            self.scheduler.on_new_request(request)
+        except Exception:
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        """An exception here would end the engine; without an offer nothing is lost but time."""
+        logger.exception("kvtier: a request is not cached because of an internal error")
+        self.scheduler.forget(request.request_id)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Offer what can be loaded."""
-        return self.scheduler.matched_tokens(request, num_computed_tokens)
+        try:
+            return self.scheduler.matched_tokens(request, num_computed_tokens)
+        except Exception:
+            self._forget(request)
+            return 0, False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -224,3 +238,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool:
         """Start a new generation."""
         return self.scheduler.reset_cache()
+
+
+def _cpu_isa(layer: Any) -> str:
+    """What decides how vLLM's CPU kernels pack a block: the kernel, and the instructions it was built for."""
+    return f"{getattr(layer, 'isa', 'plain')}-{torch.backends.cpu.get_cpu_capability()}"

@@ -299,6 +299,12 @@ class SchedulerSide:
         self._retained.add(tracked.id)
         return True
 
+    def forget(self, request_id: str) -> None:
+        """Neither offer nor save this request any more; only before it was offered anything."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None and tracked.loading is None and not tracked.saving:
+            self._withdraw(self._requests.pop(request_id))
+
     def has_pending_block_frees(self) -> bool:
         """Whether blocks will be free soon, so that vLLM need not preempt for them."""
         return bool(self._retained)
@@ -361,6 +367,9 @@ class SchedulerSide:
             offer = self._client.lookup(self._hold_id(tracked.id), keys)
             self._trusted = offer.reason != UNREACHABLE
             return offer
+        except Exception:
+            logger.exception("kvtier: a lookup failed; it counts as a miss")
+            raise
         finally:
             self._pending.release()
 
@@ -368,13 +377,18 @@ class SchedulerSide:
         """The answer if it is there. An engine with nothing else to do waits for it."""
         answer = tracked.answer
         assert answer is not None
-        if not answer.done() and self._idle and self._trusted:
+        if not answer.done() and self._may_wait():
             left_s = tracked.asked_s + self._settings.lookup_timeout_s - self._clock()
             wait((answer,), timeout=max(0.0, left_s))
         if not answer.done():
             return None
         self._renew(tracked)
         return _offer(answer) or NOTHING
+
+    def _may_wait(self) -> bool:
+        """Whether nobody is kept waiting, and the node has answered lately."""
+        idle = self._idle or (self._kv_cache_manager is not None and self._kv_cache_manager.usage == 0)
+        return idle and self._trusted
 
     def _renew(self, tracked: _Tracked) -> None:
         """Ask again about an offer that has been waiting for long, and use the old one until then."""
@@ -386,7 +400,7 @@ class SchedulerSide:
 
     def _postpone(self, tracked: _Tracked) -> bool:
         """Whether vLLM should ask again: it costs the request a step, so once at most."""
-        if not tracked.postponed and not (self._idle and self._trusted):
+        if not tracked.postponed and not self._may_wait():
             tracked.postponed = True
             self.counters.asked_again += 1
             return True

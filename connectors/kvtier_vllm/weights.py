@@ -33,7 +33,13 @@ from kvtier_vllm.metadata import WeightsState
 
 logger = logging.getLogger("vllm.kvtier")
 
-_CHANGING: Final = ("reload_weights", "start_weight_update", "update_weights", "finish_weight_update")
+_CHANGING: Final = (
+    "reload_weights",
+    "reset_weights",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+)
 _watches: weakref.WeakSet[WeightsWatch] = weakref.WeakSet()
 _last_worker: weakref.ref[Any] | None = None
 
@@ -72,6 +78,7 @@ class WeightsWatch:
             self._model = weakref.ref(model)
         except (AttributeError, NotImplementedError, TypeError):
             return
+        self.settle()
         load_weights = getattr(model, "load_weights", None)
         if load_weights is not None:
             model.load_weights = self._announcing(load_weights)

@@ -119,7 +119,11 @@ class WorkerSide:
     # -- once a step, in this order --------------------------------------------------------------------
 
     def begin_step(self, orders: StepOrders) -> None:
-        """Before anything is overwritten: end the saves of preempted requests, start the others."""
+        """Before anything is computed: end the saves of preempted requests, start other saves and loads.
+
+        vLLM would let loads start after the step's computation; they touch none of its blocks, and a
+        long prefill of another request should not delay them.
+        """
         self._orders = orders
         if orders.preempted:
             self._cut_saves(lambda order: order.request_id in orders.preempted)
@@ -127,12 +131,10 @@ class WorkerSide:
             self._save_lane.submit(job)
         self._pending.clear()
         self._finishing |= orders.finishing
+        if orders.loads:
+            self._start_loads(orders)
 
-    def start_loads(self) -> None:
-        """Hand the loads of this step to their thread."""
-        orders = self._orders
-        if orders is None or not orders.loads:
-            return
+    def _start_loads(self, orders: StepOrders) -> None:
         fence = self._fence()
         valid = self._valid(orders)
         for order in orders.loads:
