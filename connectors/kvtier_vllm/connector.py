@@ -180,7 +180,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The worker's layout."""
         (handshake,) = metadata.values()
         assert isinstance(handshake, Handshake)
-        self.scheduler.shake_hands(handshake.layout, handshake.kv_dtype)
+        self.scheduler.shake_hands(handshake)
 
     def on_new_request(self, request: Request) -> None:
         """Start its lookup."""

@@ -1,82 +1,43 @@
 """The scheduler's side of the connector: what to ask, offer, load and save.
 
-Runs in vLLM's scheduling thread, which it never makes wait while anything is being computed: lookups
-run in a few threads of their own and are only polled. The life of a request here:
+Runs in vLLM's scheduling thread, which it never makes wait while anything is being computed. The life
+of a request here:
 
-1. `on_new_request` submits its lookup.
-2. `matched_tokens` polls the answer. Not there yet: ``None`` once, afterwards a miss. Where the engine
-   has nothing else to do, it waits for the answer instead, up to the lookup's own deadline.
+1. `on_new_request` starts its lookup.
+2. `matched_tokens` looks for the answer. Not there yet: ``None`` once, afterwards a miss. Where the
+   engine has nothing else to do, it waits for the answer instead, up to the lookup's own deadline.
 3. `after_alloc` turns an accepted offer into a `LoadOrder`; the worker's `StepReport` says how it went.
    A request whose load failed gets no further offer (else it would fail again and again).
-4. `step_orders` orders saves of prompt blocks as steps complete them. What was found by the lookup is
-   not saved again.
+4. `step_orders` orders saves of prompt blocks as steps complete them. What the lookup found is not
+   saved again.
 5. `finished` says whether blocks must be retained for saves under way.
-
-An *era* is a generation of the cache under one version of the weights. A request belongs to the era in
-which it arrived; when the era ends, it is neither offered nor saved anything any more. A new era begins
-to be served only when the engine's own cache was emptied, since blocks computed before must not be
-saved under its keys.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any
 
-from kvtier.types import Key, Layout, Namespace, chain_keys
+from kvtier.types import Layout
 from kvtier_vllm.checks import beyond_tokens
-from kvtier_vllm.identity import revised_identity
-from kvtier_vllm.metadata import LoadOrder, SaveOrder, StepOrders, StepReport, WeightsState, hold_id
+from kvtier_vllm.eras import Eras
+from kvtier_vllm.lookups import (
+    RENEW_AFTER_S,
+    STALE_AFTER_S,
+    Lookup,
+    LookupClient,
+    Lookups,
+    Offer,
+    Prompt,
+)
+from kvtier_vllm.metadata import Handshake, LoadOrder, SaveOrder, StepOrders, StepReport
+from kvtier_vllm.saves import SaveBook
 from kvtier_vllm.settings import Settings
 
 logger = logging.getLogger("vllm.kvtier")
-
-UNREACHABLE: Final = "unreachable"
-"""`Offer.reason` where the node did not answer."""
-RENEW_AFTER_S: Final = 10.0
-"""An offer that a request has not used by then is asked for again: holds are bounded in time."""
-
-
-class Offer(Protocol):
-    """What `EngineClient.lookup` answers."""
-
-    @property
-    def blocks(self) -> int: ...  # noqa: D102
-
-    @property
-    def estimate_s(self) -> float: ...  # noqa: D102
-
-    @property
-    def reason(self) -> str: ...  # noqa: D102
-
-
-class LookupClient(Protocol):
-    """The part of `EngineClient` that the scheduler uses."""
-
-    def lookup(self, request_id: str, keys: list[Key]) -> Offer: ...  # noqa: D102
-
-    def release_hold(self, request_id: str) -> None: ...  # noqa: D102
-
-    def close(self) -> None: ...  # noqa: D102
-
-
-@dataclass(frozen=True, slots=True)
-class NoOffer:
-    """The answer to a lookup that went wrong."""
-
-    blocks: int = 0
-    estimate_s: float = 0.0
-    reason: str = UNREACHABLE
-
-
-NOTHING: Final = NoOffer()
 
 
 @dataclass(slots=True)
@@ -97,15 +58,34 @@ class Counters:
 
 @dataclass(slots=True, eq=False)
 class _Tracked:
-    """One request between `on_new_request` and `finished`."""
+    """One request between `on_new_request` and `finished`.
+
+    Attributes
+    ----------
+    max_blocks
+        Whole blocks of its prompt.
+    lookup, renewal
+        The question whose answer counts, and one that will replace it.
+    postponed
+        vLLM was told once to ask again.
+    offerable
+        False once an offer was taken, withdrawn or missed; a preemption makes it true again.
+    known, saved
+        Leading blocks that the node has, and that need no further save.
+    start
+        Where the last offer began.
+    loading
+        First block and number of blocks of the load under way.
+    saving
+        Jobs under way.
+    """
 
     request: Any
     era: int
+    prompt: Prompt
     max_blocks: int
-    keys: list[Key] | None = None
-    answer: Future[Offer | None] | None = None
-    renewal: Future[Offer | None] | None = None
-    asked_s: float = 0.0
+    lookup: Lookup | None = None
+    renewal: Lookup | None = None
     postponed: bool = False
     offerable: bool = True
     failed: bool = False
@@ -117,11 +97,11 @@ class _Tracked:
 
     @property
     def id(self) -> str:
-        return str(self.request.request_id)
+        return self.prompt.request_id
 
 
 class SchedulerSide:
-    """See the module. Not thread-safe, except where it says so.
+    """See the module. Not thread-safe.
 
     Parameters
     ----------
@@ -148,32 +128,19 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = Counters()
+        self.eras = Eras(weights, settings.tenant)
         self._settings = settings
         self._engine_id = engine_id
-        self._base_weights = weights
-        self._weights = weights
         self._make_client = make_client
         self._loads, self._saves = loads, saves
         self._clock = clock
-        self._client: LookupClient | None = None
-        self._layout: Layout | None = None
-        self._kv_dtype = ""
-        self._pool = ThreadPoolExecutor(settings.lookup_threads, thread_name_prefix="kvtier-lookup")
-        self._pending = threading.BoundedSemaphore(settings.max_lookups)
+        self._lookups: Lookups | None = None
+        self._handshake: Handshake | None = None
+        self._block_tokens = 1
         self._kv_cache_manager: Any = None
         self._requests: dict[str, _Tracked] = {}
-        self._era = 0
-        self._generation = b""
-        self._epoch = 0
-        self._weights_changed = False
-        self._clean = True
         self._idle = True
-        self._trusted = True
-        self._closed = False
-        self._next_job = 0
-        self._jobs: dict[int, tuple[str, int]] = {}
-        self._saving_blocks = 0
-        self._max_saving_blocks = max(1, int(num_blocks * settings.save_fraction))
+        self.save_book = SaveBook(max(1, int(num_blocks * settings.save_fraction)))
         self._new_loads: list[LoadOrder] = []
         self._finishing: set[str] = set()
         self._retained: set[str] = set()
@@ -184,12 +151,12 @@ class SchedulerSide:
         """vLLM's cache manager, through which a new era empties the engine's own cache."""
         self._kv_cache_manager = kv_cache_manager
 
-    def shake_hands(self, layout: Layout, kv_dtype: str) -> None:
+    def shake_hands(self, handshake: Handshake) -> None:
         """The worker has said what its blocks look like: lookups can begin."""
-        self._layout, self._kv_dtype = layout, kv_dtype
-        self._client = client = self._make_client(layout)
-        # The first lookup pays for the channel and the registration: not a request's, but this one.
-        self._pool.submit(client.lookup, self._hold_id(""), [])
+        self._handshake = handshake
+        self._block_tokens = handshake.layout.block_tokens
+        client = self._make_client(handshake.layout)
+        self._lookups = Lookups(client, self._settings, self._engine_id, self._clock)
 
     def on_new_request(self, request: Any) -> None:
         """Start the lookup of a request, if kvtier can do anything for it."""
@@ -197,35 +164,30 @@ class SchedulerSide:
         if reason:
             self._bypass(reason)
             return
-        self._try_to_clean()
-        if self._layout is None or not self._serving():
+        self.eras.try_to_serve(self._kv_cache_manager)
+        blocks = request.num_prompt_tokens // self._block_tokens
+        if self._handshake is None or not self.eras.serving or blocks == 0:
             return
-        block_tokens = self._layout.block_tokens
-        blocks = request.num_prompt_tokens // block_tokens
-        if blocks == 0:
-            return
-        tracked = _Tracked(request, self._era, blocks)
-        tracked.offerable = self._loads and not request.skip_reading_prefix_cache
-        self._requests[tracked.id] = tracked
+        namespace = self.eras.namespace(self._handshake, request.cache_salt)
+        prompt = Prompt(request.request_id, namespace, request.prompt_token_ids)
+        tracked = self._requests[prompt.request_id] = _Tracked(request, self.eras.number, prompt, blocks)
         self._ask(tracked)
 
     def matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond `num_computed_tokens` can be loaded; None: ask again, once."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or not self._may_offer(tracked):
+        if tracked is None or not tracked.offerable or not self._is_current(tracked):
             return 0, False
         offer = self._poll(tracked)
         if offer is None:
             return (None, False) if self._postpone(tracked) else (0, False)
-        assert self._layout is not None
-        block_tokens = self._layout.block_tokens
         # At least one token is left to compute: its logits are what the request came for.
-        usable = min(offer.blocks, tracked.max_blocks, (request.num_tokens - 1) // block_tokens)
-        tracked.start = num_computed_tokens // block_tokens
+        usable = min(offer.blocks, tracked.max_blocks, (request.num_tokens - 1) // self._block_tokens)
+        tracked.start = num_computed_tokens // self._block_tokens
         count = usable - tracked.start
         if count < self._settings.min_load_blocks:
             return 0, False
-        return count * block_tokens, True
+        return count * self._block_tokens, True
 
     def after_alloc(self, request: Any, block_ids: list[int], num_external_tokens: int) -> None:
         """vLLM has blocks for the request: load what was offered, or give the offer back."""
@@ -235,25 +197,20 @@ class SchedulerSide:
         if num_external_tokens == 0:
             self._withdraw(tracked)
             return
-        assert self._layout is not None
-        assert tracked.keys is not None
-        offer = _offer(tracked.answer) if tracked.answer is not None else None
+        offer = tracked.lookup.answer() if tracked.lookup is not None else None
+        keys = tracked.prompt.keys
         assert offer is not None
+        assert keys is not None
         self._learn(tracked, offer)
-        first, count = tracked.start, num_external_tokens // self._layout.block_tokens
-        ids = block_ids[first : first + count]
-        assert len(ids) == count, "vLLM allocated fewer blocks than it wants loaded"
-        tracked.loading = (first, count)
-        tracked.answer = tracked.renewal = None
+        first, last = tracked.start, tracked.start + num_external_tokens // self._block_tokens
+        assert len(block_ids) >= last, "vLLM allocated fewer blocks than it wants loaded"
+        tracked.loading = (first, last - first)
+        tracked.lookup = tracked.renewal = None
         tracked.offerable = False
-        self.counters.offered_blocks += count
+        self.counters.offered_blocks += last - first
+        budget_s = max(2 * offer.estimate_s, self._settings.load_floor_s)
         self._new_loads.append(
-            LoadOrder(
-                tracked.id,
-                tuple(tracked.keys[first : first + count]),
-                tuple(ids),
-                max(2 * offer.estimate_s, self._settings.load_floor_s),
-            )
+            LoadOrder(tracked.id, tuple(keys[first:last]), tuple(block_ids[first:last]), budget_s)
         )
 
     def step_orders(self, output: Any) -> StepOrders:
@@ -262,9 +219,9 @@ class SchedulerSide:
         for request_id in preempted:
             self._preempted(request_id, resumed=request_id in output.num_scheduled_tokens)
         orders = StepOrders(
-            epoch=self._epoch,
+            epoch=self.eras.epoch,
             loads=self._new_loads,
-            saves=self._new_saves(output) if self._saves and self._serving() else [],
+            saves=self._new_saves(output) if self._saves and self.eras.serving else [],
             preempted=preempted,
             finishing=frozenset(self._finishing),
             idle=output.total_num_scheduled_tokens == 0,
@@ -283,8 +240,8 @@ class SchedulerSide:
             for request_id, blocks in report.loaded.items():
                 self._loaded(request_id, blocks)
             if report.weights is not None:
-                self._adopt(report.weights)
-        self._try_to_clean()
+                self.eras.adopt(report.weights)
+        self.eras.try_to_serve(self._kv_cache_manager)
 
     def finished(self, request: Any) -> bool:
         """The request is over; True: retain its blocks until `finished_sending` names it."""
@@ -311,92 +268,55 @@ class SchedulerSide:
 
     def reset_cache(self) -> bool:
         """Nothing cached so far is used by this engine again."""
-        self._generation = os.urandom(16)
-        self._new_era()
-        self._try_to_clean()
+        self.eras.reset()
+        self.eras.try_to_serve(self._kv_cache_manager)
         return True
 
     def close(self) -> None:
         """End the lookups; bounded by their deadline."""
-        self._closed = True
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        if self._client is not None:
-            self._client.close()
+        if self._lookups is not None:
+            self._lookups.close()
 
-    def _hold_id(self, request_id: str) -> str:
-        return hold_id(self._engine_id, request_id)
-
-    # -- lookups --------------------------------------------------------------------------------------
+    # -- offers ---------------------------------------------------------------------------------------
 
     def _ask(self, tracked: _Tracked) -> None:
-        tracked.answer = self._submit(tracked)
-        tracked.offerable = tracked.offerable and tracked.answer is not None
-
-    def _submit(self, tracked: _Tracked) -> Future[Offer | None] | None:
-        """Hash and look up in a thread; a crowd of waiting lookups makes one more a miss."""
-        tracked.asked_s = self._clock()
-        if not self._pending.acquire(blocking=False):
+        assert self._lookups is not None
+        wanted = self._loads and not tracked.request.skip_reading_prefix_cache
+        tracked.lookup = self._lookups.ask(tracked.prompt, only_keys=not wanted)
+        tracked.offerable = wanted and tracked.lookup is not None
+        if tracked.lookup is None:
             self.counters.crowded_lookups += 1
-            return None
-        self.counters.lookups += 1
-        namespace = self._namespace(tracked.request.cache_salt)
-        return self._pool.submit(self._look_up, tracked, namespace, tracked.offerable)
+        else:
+            self.counters.lookups += 1
 
-    def _namespace(self, salt: str | None) -> Namespace:
-        assert self._layout is not None
-        return Namespace(
-            weights=self._weights,
-            kv_dtype=self._kv_dtype,
-            layout=self._layout.fingerprint(),
-            block_tokens=self._layout.block_tokens,
-            tenant=self._settings.tenant,
-            salt=(salt or "").encode(),
-            generation=self._generation,
-        )
-
-    def _look_up(self, tracked: _Tracked, namespace: Namespace, wanted: bool) -> Offer | None:
-        """In a thread: the keys of the prompt, and what the node has of them."""
-        try:
-            assert self._client is not None
-            keys = tracked.keys
-            if keys is None:
-                keys = chain_keys(namespace.root(), tracked.request.prompt_token_ids, namespace.block_tokens)
-                tracked.keys = keys
-            if not wanted:
-                return None
-            offer = self._client.lookup(self._hold_id(tracked.id), keys)
-            self._trusted = offer.reason != UNREACHABLE
-            return offer
-        except Exception:
-            logger.exception("kvtier: a lookup failed; it counts as a miss")
-            raise
-        finally:
-            self._pending.release()
+    def _is_current(self, tracked: _Tracked) -> bool:
+        return tracked.era == self.eras.number and self.eras.serving
 
     def _poll(self, tracked: _Tracked) -> Offer | None:
         """The answer if it is there. An engine with nothing else to do waits for it."""
-        answer = tracked.answer
-        assert answer is not None
-        if not answer.done() and self._may_wait():
-            left_s = tracked.asked_s + self._settings.lookup_timeout_s - self._clock()
-            wait((answer,), timeout=max(0.0, left_s))
-        if not answer.done():
-            return None
+        assert self._lookups is not None
         self._renew(tracked)
-        return _offer(answer) or NOTHING
+        lookup = tracked.lookup
+        assert lookup is not None
+        if not lookup.future.done() and self._may_wait():
+            self._lookups.wait(lookup)
+        return lookup.answer()
 
     def _may_wait(self) -> bool:
         """Whether nobody is kept waiting, and the node has answered lately."""
-        idle = self._idle or (self._kv_cache_manager is not None and self._kv_cache_manager.usage == 0)
-        return idle and self._trusted
+        assert self._lookups is not None
+        return self._lookups.trusted and (self._idle or self._kv_cache_manager.usage == 0)
 
     def _renew(self, tracked: _Tracked) -> None:
-        """Ask again about an offer that has been waiting for long, and use the old one until then."""
-        if tracked.renewal is not None and tracked.renewal.done():
-            tracked.answer, tracked.renewal = tracked.renewal, None
-        age_s = self._clock() - tracked.asked_s
+        """Ask again about an offer that waits for long; use the old one meanwhile, unless it is stale."""
+        assert self._lookups is not None
+        assert tracked.lookup is not None
+        age_s = self._lookups.age_s(tracked.lookup)
         if tracked.renewal is None and age_s > RENEW_AFTER_S:
-            tracked.renewal = self._submit(tracked)
+            tracked.renewal = self._lookups.ask(tracked.prompt)
+            self.counters.lookups += tracked.renewal is not None
+        if tracked.renewal is not None and (tracked.renewal.future.done() or age_s > STALE_AFTER_S):
+            tracked.lookup, tracked.renewal = tracked.renewal, None
 
     def _postpone(self, tracked: _Tracked) -> bool:
         """Whether vLLM should ask again: it costs the request a step, so once at most."""
@@ -408,38 +328,24 @@ class SchedulerSide:
         self._withdraw(tracked)
         return False
 
-    def _may_offer(self, tracked: _Tracked) -> bool:
-        return (
-            tracked.offerable
-            and tracked.answer is not None
-            and tracked.era == self._era
-            and not self._weights_changed
-        )
-
     def _withdraw(self, tracked: _Tracked) -> None:
-        """No load will follow: give back what the node may be holding, now or when it answers."""
-        for answer in (tracked.answer, tracked.renewal):
-            if answer is not None:
-                answer.add_done_callback(lambda done: self._release(tracked.id, done))
-        if tracked.answer is not None and tracked.answer.done():
-            self._learn(tracked, _offer(tracked.answer))
-        tracked.answer = tracked.renewal = None
+        """No load will follow: give back what the node holds for the request, now or when it answers."""
+        for lookup in (tracked.lookup, tracked.renewal):
+            if lookup is not None:
+                assert self._lookups is not None
+                self._lookups.give_back(tracked.prompt, lookup)
+        offer = tracked.lookup.answer() if tracked.lookup is not None else None
+        if offer is not None:
+            self._learn(tracked, offer)
+        tracked.lookup = tracked.renewal = None
         tracked.offerable = False
 
-    def _release(self, request_id: str, answer: Future[Offer | None]) -> None:
-        offer = _offer(answer)
-        if offer is not None and offer.blocks and not self._closed:
-            assert self._client is not None
-            with contextlib.suppress(RuntimeError):  # closed just now: the hold ends by its TTL
-                self._pool.submit(self._client.release_hold, self._hold_id(request_id))
+    def _learn(self, tracked: _Tracked, offer: Offer) -> None:
+        """What the node has is not saved again."""
+        tracked.known = min(offer.blocks, tracked.max_blocks)
+        tracked.saved = max(tracked.saved, tracked.known)
 
     # -- loads and saves ------------------------------------------------------------------------------
-
-    def _learn(self, tracked: _Tracked, offer: Offer | None) -> None:
-        """What the node has is not saved again."""
-        if offer is not None:
-            tracked.known = min(offer.blocks, tracked.max_blocks)
-            tracked.saved = max(tracked.saved, tracked.known)
 
     def _loaded(self, request_id: str, blocks: int) -> None:
         tracked = self._requests.get(request_id)
@@ -453,22 +359,21 @@ class SchedulerSide:
         self.counters.failed_loads += 1
         tracked.failed = True
         tracked.known = tracked.saved = min(tracked.known, first + blocks)
-        self._correct_cached_tokens(tracked, blocks)
+        self._correct_cached_tokens(tracked.request, blocks)
 
-    def _correct_cached_tokens(self, tracked: _Tracked, blocks: int) -> None:
+    def _correct_cached_tokens(self, request: Any, blocks: int) -> None:
         """vLLM counted the whole offer as cached; without any computed block it counts anew itself."""
-        stats = tracked.request.prefill_stats
-        if stats is None or tracked.request.num_preemptions > 0:
-            return
-        assert self._layout is not None
-        stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, blocks * self._layout.block_tokens)
+        stats = request.prefill_stats
+        if stats is not None and request.num_preemptions == 0:
+            loaded_tokens = blocks * self._block_tokens
+            stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, loaded_tokens)
 
     def _new_saves(self, output: Any) -> list[SaveOrder]:
         """Saves of the prompt blocks that this step completes."""
         saves: list[SaveOrder] = []
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
-            if tracked is None or tracked.saved >= tracked.max_blocks or tracked.era != self._era:
+            if tracked is None or tracked.saved >= tracked.max_blocks or not self._is_current(tracked):
                 continue
             save = self._save(tracked, num_tokens, output.kv_connector_block_state)
             if save is not None:
@@ -476,39 +381,28 @@ class SchedulerSide:
         return saves
 
     def _save(self, tracked: _Tracked, num_tokens: int, block_state: Any) -> SaveOrder | None:
-        assert self._layout is not None
-        done_tokens = min(tracked.request.num_computed_tokens + num_tokens, tracked.request.num_prompt_tokens)
-        first = tracked.saved
-        last = done_tokens // self._layout.block_tokens
-        if last <= first or tracked.keys is None:
+        request, keys, first = tracked.request, tracked.prompt.keys, tracked.saved
+        done_tokens = min(request.num_computed_tokens + num_tokens, request.num_prompt_tokens)
+        last = done_tokens // self._block_tokens
+        if last <= first or keys is None:
             return None
-        room = self._max_saving_blocks - self._saving_blocks
-        if last - first > room:
+        if last - first > self.save_book.room:
             # What finds no room is tried again with the request's next step.
             self.counters.crowded_saves += 1
-            last = first + room
+            last = first + self.save_book.room
             if last == first:
                 return None
         block_ids = block_state.get_block_ids(tracked.id)
         assert block_ids is not None
-        job, self._next_job = self._next_job, self._next_job + 1
-        self._jobs[job] = (tracked.id, last - first)
-        self._saving_blocks += last - first
-        tracked.saving.add(job)
+        order = self.save_book.order(tracked.id, keys, first, last, block_ids[0])
+        tracked.saving.add(order.job)
         tracked.saved = last
-        return SaveOrder(
-            job,
-            tracked.id,
-            tracked.keys[first - 1] if first else None,
-            tuple(tracked.keys[first:last]),
-            tuple(block_ids[0][first:last]),
-        )
+        return order
 
     def _saved(self, job: int) -> None:
-        request_id, blocks = self._jobs.pop(job, ("", 0))
-        if not blocks:  # its request was preempted, and forgotten with it
+        request_id = self.save_book.ended(job)
+        if request_id is None:  # its request was preempted
             return
-        self._saving_blocks -= blocks
         self.counters.saved_jobs += 1
         tracked = self._requests.get(request_id)
         if tracked is not None:
@@ -519,52 +413,15 @@ class SchedulerSide:
         tracked = self._requests.get(request_id)
         if tracked is None:
             return
-        for job in tracked.saving:
-            self._saving_blocks -= self._jobs.pop(job)[1]
+        self.save_book.forget(tracked.saving)
         tracked.saving.clear()
         tracked.saved = tracked.known
-        if tracked.failed or resumed or not self._loads or tracked.era != self._era or not self._serving():
-            return
-        self._withdraw(tracked)
-        tracked.offerable = not tracked.request.skip_reading_prefix_cache
-        if tracked.offerable:
+        if not tracked.failed and not resumed and tracked.loading is None and self._is_current(tracked):
+            self._withdraw(tracked)
             self._ask(tracked)
-
-    # -- eras -----------------------------------------------------------------------------------------
-
-    def _serving(self) -> bool:
-        return self._client is not None and self._clean and not self._weights_changed
-
-    def _new_era(self) -> None:
-        self._era += 1
-        self._clean = False
-
-    def _try_to_clean(self) -> None:
-        """Empty the engine's own cache as soon as nothing uses it: its blocks are of an earlier era."""
-        if self._clean or self._weights_changed:
-            return
-        manager = self._kv_cache_manager
-        self._clean = manager is None or (manager.usage == 0 and bool(manager.reset_prefix_cache()))
-
-    def _adopt(self, state: WeightsState) -> None:
-        """The worker's weights are others than those that the keys stand for."""
-        if state.epoch == self._epoch:
-            return
-        self._epoch = state.epoch
-        self._weights_changed = state.changed
-        if not state.changed:
-            self._weights = revised_identity(self._base_weights, state.revision)
-        self._new_era()
 
     def _bypass(self, reason: str) -> None:
         count = self.counters.bypassed.get(reason, 0)
         self.counters.bypassed[reason] = count + 1
         if count == 0:
             logger.warning("kvtier: requests with %s are not cached (said once)", reason)
-
-
-def _offer(answer: Future[Offer | None]) -> Offer | None:
-    """The result of a lookup that is done; None where it failed or was not wanted."""
-    if answer.cancelled() or answer.exception() is not None:
-        return None
-    return answer.result()

@@ -54,7 +54,7 @@ class Settings:
     lookup_timeout_s: float = 0.05
     call_timeout_s: float = 1.0
     load_floor_s: float = 0.1
-    save_timeout_s: float = 5.0
+    save_timeout_s: float = 2.0
     save_fraction: float = 0.25
     lookup_threads: int = 4
     max_lookups: int = 1024

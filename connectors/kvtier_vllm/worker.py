@@ -38,7 +38,7 @@ IDLE_WAIT_S: Final = 0.001
 """A step that computes nothing waits this long for a copy, instead of taking the GIL from it."""
 CLOSE_TIMEOUT_S: Final = 5.0
 HOPELESS: Final = frozenset({"unreachable", "deadline"})
-"""`LoadResult.failed_reason` of a node that does not answer."""
+"""Why a copy failed, where the node does not answer: what waits behind it is dropped."""
 
 
 class CopyClient(Protocol):
@@ -273,6 +273,8 @@ class WorkerSide:
             stop=job.stop,
             timeout_s=self._settings.save_timeout_s,
         )
+        if result.reason in HOPELESS:
+            self._save_lane.drop(lambda _: True)
         return int(result.committed)
 
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvtier_vllm import scheduler as module
-from kvtier_vllm.metadata import StepOrders, StepReport, WeightsState
+from kvtier_vllm import lookups as module
+from kvtier_vllm.metadata import Handshake, StepOrders, StepReport, WeightsState
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.settings import Settings
 
@@ -140,7 +140,7 @@ def make_side(node: ScriptedNode) -> Iterator[Callable[..., SchedulerSide]]:
         side = SchedulerSide(settings, b"w" * 32, "engine", 100, lambda _: node, **values)
         made.append(side)
         side.bind(Manager())
-        side.shake_hands(LAYOUT, "bfloat16")
+        side.shake_hands(Handshake(LAYOUT, "bfloat16"))
         return side
 
     yield make
@@ -234,7 +234,7 @@ def test_a_busy_engine_takes_an_answer_that_came_within_the_step(engine: Engine,
     assert engine.side.matched_tokens(asked, 0) == (None, False)
     node.answering.set()
     until(lambda: len(node.asked) == 1)
-    until(lambda: engine.side._requests["a"].answer.done())  # type: ignore[union-attr]
+    until(lambda: engine.side._requests["a"].lookup.answer())  # type: ignore[union-attr]
     assert engine.side.matched_tokens(asked, 0) == (4 * TOKENS, True)
 
 
@@ -342,6 +342,18 @@ def test_an_old_offer_is_asked_for_again(make_side: Callable[..., SchedulerSide]
     assert side.counters.lookups == 2
 
 
+def test_a_stale_offer_is_not_used(make_side: Callable[..., SchedulerSide], node: ScriptedNode) -> None:
+    clock = Clock()
+    side = make_side(clock=clock)
+    node.blocks = 4
+    asked = request("a")
+    side.on_new_request(asked)
+    assert side.matched_tokens(asked, 0) == (4 * TOKENS, True)
+    clock.now_s += module.STALE_AFTER_S + 1
+    node.blocks = 1
+    assert side.matched_tokens(asked, 0) == (TOKENS, True)
+
+
 def test_the_budget_of_a_load_is_twice_its_estimate_with_a_floor(
     make_side: Callable[..., SchedulerSide], node: ScriptedNode
 ) -> None:
@@ -395,7 +407,7 @@ def test_whole_prompt_blocks_are_saved_as_steps_complete_them(engine: Engine, no
     engine.side.on_new_request(asked)
     engine.side.matched_tokens(asked, 0)
     table = engine.admit(asked, 0)
-    keys = engine.side._requests["a"].keys
+    keys = engine.side._requests["a"].prompt.keys
     assert keys is not None
     (first,) = engine.step({"a": 6}).saves
     assert (first.parent, first.keys, first.block_ids) == (None, (keys[0],), (table[0],))
@@ -436,7 +448,7 @@ def test_blocks_whose_load_failed_are_saved_once_computed(engine: Engine, node: 
 
 def _compute(engine: Engine, asked: Any) -> StepOrders:
     engine.side.on_new_request(asked)
-    until(lambda: engine.side._requests[asked.request_id].answer.done())  # type: ignore[union-attr]
+    until(lambda: engine.side._requests[asked.request_id].lookup.answer())  # type: ignore[union-attr]
     engine.side.matched_tokens(asked, 0)
     engine.admit(asked, 0)
     return engine.step({asked.request_id: asked.num_prompt_tokens})
@@ -477,7 +489,7 @@ def test_a_preempted_request_owes_nothing_for_its_cut_saves(engine: Engine) -> N
     assert orders.preempted == {"a"}
     assert engine.side.finished(asked) is False
     engine.side.report(StepReport(saved=[save.job]), ())
-    assert engine.side._saving_blocks == 0
+    assert engine.side.save_book.blocks == 0
 
 
 def test_a_request_preempted_and_resumed_in_one_step_saves_its_new_blocks(engine: Engine) -> None:
@@ -556,7 +568,7 @@ def test_a_request_that_may_not_read_the_cache_is_saved_all_the_same(
     engine.side.on_new_request(asked)
     assert engine.side.matched_tokens(asked, 0) == (0, False)
     engine.admit(asked, 0)
-    until(lambda: engine.side._requests["a"].keys is not None)
+    until(lambda: engine.side._requests["a"].prompt.keys is not None)
     (save,) = engine.step({"a": 17}).saves
     assert len(save.keys) == 4
     assert node.asked == []

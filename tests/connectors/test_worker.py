@@ -29,6 +29,7 @@ class _Loaded:
 @dataclass
 class _Stored:
     committed: int
+    reason: str = ""
 
 
 class DictNode:
