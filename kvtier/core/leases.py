@@ -114,9 +114,12 @@ class Leases:
         run = residency.run(event.keys, event.shard, engine.shape.fingerprint)
         hold = self.holds.get(event.request)
         held = None if hold is None else hold.deepest.pop(event.shard, None)
+        promised = 0
         if hold is not None and held is not None:
             hold.ledger.remove(held)
-        del run[self._affordable(engine, [run], len(run)) :]
+            if hold.ledger is engine.ledger and held in run:
+                promised = run.index(held) + 1
+        del run[max(promised, self._affordable(engine, [run], len(run))) :]
         if run:
             residency.touch(run)
             residency.guard(run[-1])
