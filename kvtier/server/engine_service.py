@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from contextlib import suppress
@@ -13,7 +12,7 @@ from kvtier.core.config import CALL_ID_BYTES
 from kvtier.errors import KvtierError
 from kvtier.node import Node
 from kvtier.server import wire
-from kvtier.server.calls import refuse, run, unary
+from kvtier.server.calls import log, refuse, run, unary
 from kvtier.tiers.arena import Arena
 from kvtier.types import TierKind
 from kvtier.v1 import engine_pb2 as pb
@@ -56,29 +55,38 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         return wire.offered(await run(self._node, wire.lookup(request, self._max_keys), m.Offered))
 
     async def Load(self, request: pb.LoadRequest, context: Any) -> None:
-        """Lease and name the slots. A client that leaves before the end of the stream leaves no lease."""
+        """Lease and name the slots. A client that leaves before the end of the stream leaves no lease.
+
+        One that leaves when everything was sent leaves it until `lease_ttl_s`: a repeat under the same
+        call_id tells it the lease again.
+        """
         begin_s = time.perf_counter()
-        lease = 0
         try:
             reply = await run(self._node, wire.load(request, self._max_keys), m.Leased)
-            lease = reply.lease
-            for message in wire.leased(reply, TierKind.DRAM):
-                await context.write(message)
-        except asyncio.CancelledError:
-            await self._end(request.engine_id, lease)
-            raise
         except Exception as error:
             await refuse(context, self.metrics, "Load", error)
+        else:
+            await self._tell(reply, request.engine_id, context)
         finally:
             self.metrics.rpc_seconds.labels("Load").observe(time.perf_counter() - begin_s)
 
+    async def _tell(self, reply: m.Leased, engine: str, context: Any) -> None:
+        told = False
+        try:
+            for message in wire.leased(reply, TierKind.DRAM):
+                await context.write(message)
+            left_s = context.time_remaining()
+            told = left_s is None or left_s > 0  # after its deadline the client has given up
+        except Exception as error:  # whatever the transport raises where the client is gone
+            log.info("a client left a load", engine=engine, error=type(error).__name__)
+        finally:
+            if not told:
+                await self._end(engine, reply.lease)
+
     async def _end(self, engine: str, lease: int) -> None:
         """Release a lease that its client may never have heard of."""
-        if lease:
-            with suppress(KvtierError):  # it may have ended meanwhile
-                await self._node.execute(
-                    m.Release(call_id=os.urandom(CALL_ID_BYTES), engine=engine, lease=lease)
-                )
+        with suppress(KvtierError):  # it may have ended meanwhile
+            await self._node.execute(m.Release(call_id=os.urandom(CALL_ID_BYTES), engine=engine, lease=lease))
 
     @unary
     async def Release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:

@@ -97,12 +97,14 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
 class Wire:
     """Both stubs on one channel."""
 
-    def __init__(self, socket: Path) -> None:
+    def __init__(self, socket: Path, **extra: int) -> None:
         options = [
             ("grpc.max_receive_message_length", -1),
             ("grpc.max_send_message_length", -1),
             ("grpc.use_local_subchannel_pool", 1),  # a connection of its own
+            *((f"grpc.{name.replace('__', '.')}", value) for name, value in extra.items()),
         ]
+        self.socket = socket
         self.channel = grpc.aio.insecure_channel(f"unix:{socket}", options=options)
         self.engine: Any = engine_pb2_grpc.EngineServiceStub(self.channel)
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.channel)

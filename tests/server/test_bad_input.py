@@ -109,7 +109,10 @@ async def test_ids_that_are_not_allowed(stored: RawEngine, wire: Wire) -> None:
     engine = wire.engine
     for name in ("", "Upper", "a/b", "../../etc/passwd", "x" * 65, "ümlaut", "a\n"):
         await refused(
-            wire, lambda n=name: engine.Register(stored.register_request(engine_id=n)), "InvalidRequest", "engine_id"
+            wire,
+            lambda n=name: engine.Register(stored.register_request(engine_id=n)),
+            "InvalidRequest",
+            "engine_id",
         )
         await refused(
             wire,
@@ -164,7 +167,9 @@ async def test_keys_that_are_no_chain(stored: RawEngine, wire: Wire) -> None:
 
 async def test_a_parent_that_is_not_here(stored: RawEngine, wire: Wire) -> None:
     absent = chain(9, 1)[0]
-    await refused(wire, lambda: wire.engine.Reserve(stored.reserve_request(NEW, absent)), "UnknownId", "parent")
+    await refused(
+        wire, lambda: wire.engine.Reserve(stored.reserve_request(NEW, absent)), "UnknownId", "parent"
+    )
     await refused(
         wire,
         lambda: wire.engine.Reserve(stored.reserve_request(NEW, parent=b"x" * 31)),
@@ -299,7 +304,9 @@ async def test_commits_under_another_engines_id(
     other = make_engine()
     await other.register()
     number = (await stored.reserve(NEW)).reservation_id
-    await refused(wire, lambda: wire.engine.Commit(other.commit_request(number, NEW)), "Conflict", "another engine")
+    await refused(
+        wire, lambda: wire.engine.Commit(other.commit_request(number, NEW)), "Conflict", "another engine"
+    )
     await refused(wire, lambda: wire.engine.Abort(other.abort_request(number)), "Conflict", "another engine")
     assert (await wire.engine.Commit(stored.commit_request(number, NEW))).committed == len(NEW)
 
@@ -320,7 +327,9 @@ async def test_commits_with_a_wrong_checksum(stored: RawEngine, wire: Wire) -> N
 async def test_releases_of_unknown_leases(
     stored: RawEngine, make_engine: Callable[..., RawEngine], wire: Wire
 ) -> None:
-    await refused(wire, lambda: wire.engine.Release(stored.release_request(lease_id=12345)), "UnknownId", "lease")
+    await refused(
+        wire, lambda: wire.engine.Release(stored.release_request(lease_id=12345)), "UnknownId", "lease"
+    )
     await refused(wire, lambda: wire.engine.Release(stored.release_request()), "InvalidRequest", "lease_id")
     other = make_engine()
     await other.register()
@@ -453,5 +462,3 @@ def test_the_wire_enum_is_the_cores() -> None:
 
     for state in ReserveState:
         assert engine_pb2.ReserveState.Value(f"RESERVE_STATE_{state.name}") == state
-
-
