@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvtier.core.blocks import Block
 from kvtier.core.config import MAX_PIN_TTL_S, CoreConfig
@@ -16,8 +17,9 @@ from kvtier.core.stats import Counters
 from kvtier.errors import InvalidRequest, LimitExceeded, UnknownId
 from kvtier.types import Key, TierKind
 
-_RATE_WEIGHT = 0.2
-_RATE_FLOOR_BYTES = 1 << 20
+_WEIGHT: Final = 0.2
+_MAX_CHANGE: Final = 4.0
+_MEASURED_FROM_BYTES: Final = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +64,7 @@ class Leases:
         self.pins: dict[int, PinEntry] = {}
         self.pin_ledger = Ledger()
         self.expired: OrderedDict[int, str] = OrderedDict()
-        self.load_bytes_per_s = dict.fromkeys(residency.tiers, config.load_bytes_per_s)
+        self.load_s_per_byte = dict.fromkeys(residency.tiers, 1 / config.load_bytes_per_s)
         residency.add_ledger(self.pin_ledger)
 
     # ---- lookup and load
@@ -155,7 +157,7 @@ class Leases:
             return 0.0, {}
         kind = run[0].pool().tier.spec.kind
         size_bytes = len(run) * run[0].shape.block_bytes
-        return self._config.load_overhead_s + size_bytes / self.load_bytes_per_s[kind], {kind: len(run)}
+        return self._config.load_overhead_s + size_bytes * self.load_s_per_byte[kind], {kind: len(run)}
 
     # ---- ends
 
@@ -245,11 +247,13 @@ class Leases:
         block = lease.blocks[0]
         size_bytes = len(lease.blocks) * block.shape.block_bytes
         seconds = now_s - lease.since_s
-        if block.extent is None or size_bytes < _RATE_FLOOR_BYTES or seconds <= 0:
+        if block.extent is None or size_bytes < _MEASURED_FROM_BYTES or seconds <= 0:
             return
         kind = block.pool().tier.spec.kind
-        rate = self.load_bytes_per_s[kind]
-        self.load_bytes_per_s[kind] = rate + _RATE_WEIGHT * (size_bytes / seconds - rate)
+        known = self.load_s_per_byte[kind]
+        # One load that stalled, or one nobody copied, must not spoil the estimate of all others.
+        seen = min(max(seconds / size_bytes, known / _MAX_CHANGE), known * _MAX_CHANGE)
+        self.load_s_per_byte[kind] = known + _WEIGHT * (seen - known)
 
     # ---- pins
 

@@ -1,0 +1,1 @@
+"""What tests of kvtier, and of media and policies that others write, are made of."""

@@ -175,8 +175,8 @@ class SimulatedEngine:
             expected = [content(BlockId(key, shard), number) for number in range(len(tokens))]
             if tokens != expected or checksum != key[:16]:
                 wrong[key] = tokens
-        if self.rng.random() < 0.05:
-            yield Sleep(self.rng.uniform(0, 2 * self.node.config.lease_ttl_s))
+        if self.rng.random() < 0.15:
+            yield Sleep(self.rng.uniform(0, 3 * self.node.config.lease_ttl_s))
         release = m.Release(self.call_id(), self.name, reply.lease, None, list(wrong), shard)
         ended = yield Call(release)
         if isinstance(ended, m.Released) and ended.valid:

@@ -241,7 +241,7 @@ class Simulation:
         self._every(0.05, self._work)
         self._every(1.0, self._join)
         self._every(self.rng.choice((3.0, 20.0)), self._kill)
-        self._every(self.rng.choice((15.0, 1000.0)), self._restart)
+        self._every(self.rng.choice((1.5, 15.0, 1000.0)), self._restart)
         self._every(self.rng.choice((3.0, 1000.0)), self.node.corrupt_something)
         self._every(2.0, self._administer)
         self._every(1.0, lambda: self._handle(m.Scrub(2)))
