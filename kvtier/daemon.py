@@ -14,6 +14,7 @@ import kvtier
 from kvtier import logs
 from kvtier.build import build
 from kvtier.config import Config
+from kvtier.errors import ConfigError
 from kvtier.identity import open_identity
 from kvtier.liveness import prepare_run_dir
 from kvtier.metrics import SCRAPE_TIMEOUT_S, Metrics, MetricsServer, Sample
@@ -71,6 +72,11 @@ class Daemon:
 
     async def _start(self) -> None:
         config = self.config
+        if config.socket.parent != config.run_dir:  # engines are told the socket alone
+            raise ConfigError(
+                f"socket is {config.socket}: for a daemon allowed is a name in run_dir, {config.run_dir}, since "
+                "engines keep their lock files beside it; set run_dir to the directory you want"
+            )
         identity = open_identity(config.data_dir)
         self._undo.callback(identity.release)
         # From here on no other daemon uses this data directory: what lies around is a dead one's.

@@ -80,7 +80,7 @@ class Server:
         AlreadyRunning
             Somebody answers on the socket.
         ConfigError
-            Something that is no socket lies there, or its directory is missing.
+            Something that is no socket lies there.
         ResourceShortage
             The socket cannot be made.
         """
@@ -123,9 +123,7 @@ class Server:
 
 
 def clear_stale_socket(path: Path) -> None:
-    """Remove the socket of a dead daemon; raises if it lives, or if `path` can be no socket."""
-    if not path.parent.is_dir():
-        raise ConfigError(f"socket is {path}: {path.parent} is no directory; make it or choose another path")
+    """Remove the socket of a dead daemon; raises if it lives, or if `path` is something else."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
