@@ -124,7 +124,7 @@ async def _serve(flavour: str, home: Path, parent: Connection) -> None:
         await server.stop()
     else:
         pool = ThreadPoolExecutor(SYNC_THREADS)
-        sync = grpc.server(pool, options=server_options(config.max_message_bytes))
+        sync = grpc.server(pool, options=server_options(config))
         engine_pb2_grpc.add_EngineServiceServicer_to_server(LockedEngineService(node), sync)  # type: ignore[no-untyped-call]
         sync.add_insecure_port(f"unix:{config.socket}")
         sync.start()

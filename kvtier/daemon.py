@@ -74,8 +74,8 @@ class Daemon:
         config = self.config
         if config.socket.parent != config.run_dir:  # engines are told the socket alone
             raise ConfigError(
-                f"socket is {config.socket}: for a daemon allowed is a name in run_dir, {config.run_dir}, since "
-                "engines keep their lock files beside it; set run_dir to the directory you want"
+                f"socket is {config.socket}: for a daemon allowed is a name in run_dir, {config.run_dir}, "
+                "since engines keep their lock files beside it; set run_dir to the directory you want"
             )
         identity = open_identity(config.data_dir)
         self._undo.callback(identity.release)

@@ -293,7 +293,10 @@ class Node:
                 log.warning("engine died", engine=engine)
                 self._handle(m.EngineDied(engine=engine))
                 self._locks.remove(engine)
-        self._locks.sweep(set(known))
+        try:
+            self._locks.sweep(set(known))
+        except OSError as error:  # the directory is gone, or this process has no descriptor left
+            log.warning("lock files cannot be listed", error=str(error))
 
     def _scrub(self) -> None:
         """Ask for as many blocks as the budget allows, if the last ones are done."""

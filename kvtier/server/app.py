@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvtier.config import Config
 from kvtier.errors import AlreadyRunning, ConfigError, ResourceShortage
 from kvtier.node import Node
 from kvtier.server.admin_service import AdminService
@@ -23,6 +24,9 @@ from kvtier.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 MAX_CONCURRENT_RPCS: Final = 512
 """Calls that are being answered, of all clients; one more is refused with RESOURCE_EXHAUSTED."""
 MAX_STREAMS_PER_CONNECTION: Final = 128
+CONNECTIONS_PER_ENGINE: Final = 4
+OTHER_CONNECTIONS: Final = 64
+"""Operators, probes and engines that are just coming or going."""
 MAX_METADATA_BYTES: Final = 16 << 10
 HANDSHAKE_TIMEOUT_MS: Final = 5_000
 KEEPALIVE_MS: Final = 60_000
@@ -38,9 +42,14 @@ _SERVICES: Final = (
 )
 
 
-def server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
+def server_options(config: Config) -> list[tuple[str, Any]]:
     """Every bound of the transport."""
+    max_message_bytes = config.max_message_bytes
     return [
+        (
+            "grpc.max_allowed_incoming_connections",
+            CONNECTIONS_PER_ENGINE * config.max_engines + OTHER_CONNECTIONS,
+        ),
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -86,7 +95,7 @@ class Server:
         """
         clear_stale_socket(self._path)
         server = grpc.aio.server(
-            options=server_options(self._node.config.max_message_bytes),
+            options=server_options(self._node.config),
             maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
         )
         engines = EngineService(self._node, self._arena)

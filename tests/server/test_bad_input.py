@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -12,6 +13,7 @@ import grpc
 import pytest
 
 from kvtier.daemon import Daemon
+from kvtier.server.app import CONNECTIONS_PER_ENGINE, OTHER_CONNECTIONS
 from kvtier.types import pack_keys
 from kvtier.v1 import admin_pb2, engine_pb2
 from tests.server.harness import (
@@ -454,6 +456,41 @@ async def test_more_calls_at_once_than_allowed(
             return False
 
     await until(answers, "the node answers again")
+
+
+async def test_more_connections_than_allowed(stored: RawEngine, wire: Wire, daemon: Daemon) -> None:
+    """A client that leaks connections cannot take the daemon's last descriptor, nor those of others."""
+    limit = CONNECTIONS_PER_ENGINE * daemon.config.max_engines + OTHER_CONNECTIONS
+    hello = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+    def connect() -> tuple[int, list[socket.socket]]:
+        answered, clients = 0, []
+        for _ in range(limit + 20):
+            client = socket.socket(socket.AF_UNIX)
+            clients.append(client)
+            client.settimeout(DEADLINE_S)
+            client.connect(os.fspath(daemon.socket))
+            with contextlib.suppress(OSError):
+                client.sendall(hello)
+                answered += client.recv(64) != b""
+        return answered, clients
+
+    answered, clients = await asyncio.to_thread(connect)
+    assert answered < limit
+    assert (await wire.engine.Lookup(stored.lookup_request(KEYS))).blocks == len(KEYS)
+    for client in clients:
+        client.close()
+
+    async def answers() -> bool:
+        other = Wire(daemon.socket)
+        try:
+            return (await other.status()).state == "serving"
+        except grpc.aio.AioRpcError:
+            return False
+        finally:
+            await other.close()
+
+    await until(answers, "new connections are taken again")
 
 
 def test_the_wire_enum_is_the_cores() -> None:

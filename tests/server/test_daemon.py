@@ -90,7 +90,7 @@ async def test_a_file_where_the_socket_should_be(tmp_path: Path, shm: Path) -> N
 
 async def test_a_socket_that_engines_would_look_for_elsewhere(tmp_path: Path, shm: Path) -> None:
     config = harness.config(tmp_path, shm, socket=tmp_path / "elsewhere" / "kvtier.sock")
-    with pytest.raises(ConfigError, match="socket is .* run_dir"):
+    with pytest.raises(ConfigError, match=r"socket is .* run_dir"):
         await Daemon(config).start()
     nothing_is_left(tmp_path, shm)
     await starts(harness.config(tmp_path, shm, socket=tmp_path / "run" / "another.sock"))
