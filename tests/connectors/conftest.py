@@ -43,7 +43,7 @@ def daemon(home: Path, shm: Path) -> Iterator[Any]:
 def make_engine(home: Path, model: Path) -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
-    def make(extra: dict[str, Any] | None, **options: Any) -> Engine:
+    def make(extra: dict[str, Any], **options: Any) -> Engine:
         made.append(Engine(home, options.pop("model", model), extra, **options))
         return made[-1]
 

@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,25 +43,23 @@ class EngineFailed(Exception):
 
 
 class Engine:
-    """A vLLM engine with (or without) the connector."""
+    """A vLLM engine with the connector, as scheduler and worker in one process or in one each."""
 
     def __init__(
         self,
         home: Path,
         model: Path,
-        extra: dict[str, Any] | None,
+        extra: dict[str, Any],
         /,
         *,
-        transfer: Any = None,
+        processes: bool = False,
         **options: Any,
     ) -> None:
         self.log = home / f"vllm-{os.urandom(4).hex()}.log"
         read_fd, write_fd = os.pipe()
-        libiomp = Path(sysconfig.get_path("stdlib")).parents[1] / "lib" / "libiomp5.so"
-        libiomp = Path(sys.prefix) / "lib" / "libiomp5.so" if not libiomp.exists() else libiomp
         environ = os.environ | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "LD_PRELOAD": str(libiomp),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
+            "LD_PRELOAD": str(Path(sys.prefix) / "lib" / "libiomp5.so"),
             "OMP_NUM_THREADS": "2",
             "KMP_BLOCKTIME": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "0-1",
@@ -82,12 +79,7 @@ class Engine:
             )
         os.close(write_fd)
         self._replies = os.fdopen(read_fd)
-        if extra is not None:
-            transfer = {
-                "kv_connector": "KVTierConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": extra,
-            }
+        transfer = {"kv_connector": "KVTierConnector", "kv_role": "kv_both"}
         self.ask(
             "start",
             options={
@@ -101,7 +93,7 @@ class Engine:
                 "kv_cache_memory_bytes": 64 << 20,
                 "seed": 0,
                 "dtype": "float32",
-                "kv_transfer_config": transfer,
+                "kv_transfer_config": transfer | {"kv_connector_extra_config": extra},
             }
             | options,
         )
@@ -171,9 +163,7 @@ class Commands:
         from vllm.config import KVTransferConfig
 
         transfer = options.pop("kv_transfer_config")
-        self.llm = LLM(
-            **options, kv_transfer_config=KVTransferConfig(**transfer) if transfer is not None else None
-        )
+        self.llm = LLM(**options, kv_transfer_config=KVTransferConfig(**transfer))
 
     def _sampling(self, max_tokens: int) -> Any:
         from vllm import SamplingParams
@@ -209,7 +199,12 @@ class Commands:
         ]
 
     def drain(self) -> None:
-        """Steps until nothing is left to do: saves and releases that vLLM still waits for included."""
+        """Steps until nothing is left to do: saves and releases that vLLM still waits for included.
+
+        A scheduler in a process of its own does that by itself.
+        """
+        if not hasattr(self.llm.llm_engine.engine_core, "engine_core"):
+            return
         while self.scheduler.has_requests():
             self.llm.llm_engine.step()
 
@@ -269,7 +264,7 @@ def _serve(replies: IO[str]) -> None:
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
     if commands.llm is not None:
-        commands.core.shutdown()
+        commands.llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,13 @@ GEMMA = {
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
 def test_preempted_requests_answer_as_undisturbed_ones(
     make_engine: Callable[..., Engine], daemon: Daemon
 ) -> None:
@@ -46,6 +54,35 @@ def test_preempted_requests_answer_as_undisturbed_ones(
     assert counters["loaded_blocks"] > 0
     assert (counters["usage"], counters["saving"], counters["tracked"]) == (0, 0, 0)
     tight.close()
+
+
+def test_scheduler_and_worker_in_processes_of_their_own(
+    make_engine: Callable[..., Engine], daemon: Daemon
+) -> None:
+    engine = make_engine({"socket": daemon.socket}, processes=True, distributed_executor_backend="mp")
+    tokens = prompt(90)
+    before = daemon.blocks()
+    cold = engine.one(tokens)
+    daemon.wait_for_blocks(before + 9)
+    # Saved, but vLLM may still be waiting for the worker's report of it.
+    until(lambda: engine.ask("reset", connector=False))
+    loaded = engine.one(tokens)
+    assert (cold.cached, loaded.cached) == (0, 288)
+    assert loaded.agrees(cold)
+    engine.ask("rpc", method="reload_weights", args=[])
+    until(lambda: engine.ask("reset", connector=False))
+    assert engine.one(tokens).cached == 0
+    engine.ask("rpc", method="kvtier_set_revision", args=["step-1"])
+    until(lambda: engine.ask("reset", connector=False))
+    engine.one(prompt(91))
+    until(lambda: engine.ask("reset", connector=False))
+    engine.one(tokens)
+    daemon.wait_for_blocks(before + 18)
+    until(lambda: engine.ask("reset", connector=False))
+    again = engine.one(tokens)
+    assert again.cached == 288
+    assert again.agrees(cold)
+    engine.close()
 
 
 def test_adapters_pass_by(make_engine: Callable[..., Engine], daemon: Daemon, home: Path) -> None:
