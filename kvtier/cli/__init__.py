@@ -1,0 +1,1 @@
+"""The command `kvtier`: see `main.py`."""

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import httpx
 
+from kvtier.demo.model import cache_directory
 from kvtier.demo.processes import DemoFailed, Supervised
 from kvtier.errors import ResourceShortage
 
@@ -53,7 +54,9 @@ class Answer:
 def require_vllm() -> None:
     """Raise `ResourceShortage` where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
-        raise ResourceShortage("vLLM is not installed: pip install 'kvtier[vllm]' (or `make install` in a checkout)")
+        raise ResourceShortage(
+            "vLLM is not installed: pip install 'kvtier[vllm]' (or `make install` in a checkout)"
+        )
 
 
 class Engine:
@@ -163,7 +166,9 @@ class Engine:
         try:
             with self._http.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
-                    raise DemoFailed(f"{self.name} answered {response.status_code}: {response.read().decode()}")
+                    raise DemoFailed(
+                        f"{self.name} answered {response.status_code}: {response.read().decode()}"
+                    )
                 yield _events(response)
         except httpx.HTTPError as error:
             raise DemoFailed(f"{self.name} broke off: {error!r}\n{self.process.tail()}") from error
@@ -200,9 +205,7 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def _command(
-    model: Path, socket: Path, kvtier_socket: Path | None, options: Sequence[str]
-) -> list[str]:
+def _command(model: Path, socket: Path, kvtier_socket: Path | None, options: Sequence[str]) -> list[str]:
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", _MODEL, "--dtype", "bfloat16"),
@@ -236,4 +239,6 @@ def _environment(directory: Path) -> Mapping[str, str]:
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "TMPDIR": str(temporary),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_directory().parent / "inductor"),
     }

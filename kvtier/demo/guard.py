@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -82,7 +83,7 @@ def _watch(child: int, grace_s: float) -> int:
 
 def _reap() -> dict[int, int]:
     """Collect every child that has ended: pid -> exit status."""
-    ended = {}
+    ended: dict[int, int] = {}
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -102,10 +103,8 @@ def _kill_descendants() -> None:
         for pid in pids:
             if spare_trackers and _is_tracker(pid):
                 continue
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         signal.sigtimedwait({signal.SIGCHLD}, 0.05)
         _reap()
 

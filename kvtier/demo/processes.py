@@ -23,6 +23,10 @@ _POLL_S: Final = 0.05
 _TAIL_BYTES: Final = 4000
 
 
+_INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_live: list[Supervised] = []
+
+
 class DemoFailed(KvtierError):
     """A process of the demo did not do what it should; the message holds the end of its log."""
 
@@ -37,20 +41,29 @@ class Interrupted(BaseException):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Turn the first SIGINT, SIGTERM or SIGHUP into `Interrupted`; later ones don't disturb the cleaning up."""
-    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    """Turn the first SIGINT, SIGTERM or SIGHUP into `Interrupted`; later ones don't disturb the end.
+
+    Every `Supervised` process has ended when the block is left, however it is left.
+    """
 
     def interrupt(signum: int, _frame: FrameType | None) -> None:
-        for each in watched:
+        for each in _INTERRUPTS:
             signal.signal(each, signal.SIG_IGN)
         raise Interrupted(signum)
 
-    before = {each: signal.signal(each, interrupt) for each in watched}
+    before = {each: signal.signal(each, interrupt) for each in _INTERRUPTS}
     try:
         yield
     finally:
+        stop_all()
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+def stop_all() -> None:
+    """Stop every process that is still under supervision, the youngest first."""
+    for process in reversed(list(_live)):
+        process.stop()
 
 
 class Supervised:
@@ -76,13 +89,28 @@ class Supervised:
         self.name = name
         self.log = log
         self._grace_s = grace_s
-        self._guard = subprocess.Popen(
-            [sys.executable, "-m", guard.__name__, str(os.getpid()), str(grace_s), str(log), "--", *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env=None if environment is None else dict(environment),
-            start_new_session=True,  # Ctrl-C reaches us alone; we stop the others in order
-        )
+        # A signal in here would lose the process: it waits until `stop_all` knows about it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+        try:
+            self._guard = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    guard.__name__,
+                    str(os.getpid()),
+                    str(grace_s),
+                    str(log),
+                    "--",
+                    *command,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=None if environment is None else dict(environment),
+                start_new_session=True,  # Ctrl-C reaches us alone; we stop the others in order
+            )
+            _live.append(self)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def wait_until(self, ready: Callable[[], bool], *, timeout_s: float) -> None:
         """Poll `ready`; raises `DemoFailed` where the process ends or `timeout_s` passes before."""
@@ -119,6 +147,8 @@ class Supervised:
     def _end(self, signum: signal.Signals) -> int:
         if self._guard.poll() is None:
             self._guard.send_signal(signum)
+        if self in _live:
+            _live.remove(self)
         try:
             return self._guard.wait(self._grace_s + guard.KILL_DEADLINE_S + 5.0)
         except subprocess.TimeoutExpired:

@@ -1,0 +1,220 @@
+"""`kvtier check`: what works on this machine, why not, and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket as sockets
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from kvtier import machine
+from kvtier.cli import output
+from kvtier.cli.options import AsJson, ConfigFile, Socket
+from kvtier.cli.probes import DEGRADED, MISSING, OK, PROBES, Finding, finding
+from kvtier.client import AdminClient
+from kvtier.config import Config
+from kvtier.errors import KvtierError
+from kvtier.v1 import admin_pb2 as pb
+
+PROBE_TIMEOUT_S: Final = 90.0
+_STYLES: Final = {OK: "[green]ok[/]", DEGRADED: "[yellow]degraded[/]", MISSING: "[red]missing[/]"}
+
+
+def check(
+    *,
+    config: ConfigFile = None,
+    socket: Socket = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option("--skip", help=f"Leave a probe out: {', '.join(PROBES)}.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what works on this machine: ok, degraded (kvtier runs, slower or with less), or missing.
+
+    Exit code 1: something that `kvtier serve` needs is missing.
+    """
+    unknown = set(skip or ()) - set(PROBES)
+    if unknown:
+        raise typer.BadParameter(f"there is no probe {', '.join(sorted(unknown))}: {', '.join(PROBES)}")
+    settings = Config.load(config, socket=socket)
+    names = [name for name in PROBES if name not in (skip or ())]
+    progress = output.Progress(quiet=not names)
+    with progress.shown(), ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
+        progress(f"probing {', '.join(names)}")
+        running = [pool.submit(_probe, name) for name in names]
+        found = local_findings(settings)
+        found += [each for future in running for each in future.result()]
+    ready = not any(each["state"] == MISSING and each["needed"] for each in found)
+    if as_json:
+        output.print_json({"ok": ready, "checks": found})
+    else:
+        output.print_table(
+            "what works here",
+            ["what", "state", "why", "what to do"],
+            [
+                [each["name"], _STYLES[each["state"]], _plain(each["why"]), _plain(each["todo"])]
+                for each in found
+            ],
+        )
+    if not ready:
+        raise typer.Exit(output.NEGATIVE)
+
+
+def local_findings(config: Config) -> list[Finding]:
+    """What can be seen without loading anything; a running daemon's own memory and port count as fine."""
+    daemon, running = _daemon(config)
+    return [
+        _shared_memory(config, running),
+        _memory(config),
+        _memlock(config),
+        *(_directory(name, getattr(config, name)) for name in ("data_dir", "run_dir")),
+        _metrics_port(config, running),
+        daemon,
+    ]
+
+
+def _daemon(config: Config) -> tuple[Finding, pb.GetStatusResponse | None]:
+    try:
+        with AdminClient(str(config.socket)) as client:
+            status = client.status()
+    except KvtierError as error:
+        why = f"nobody answers on {config.socket}" if not config.socket.exists() else str(error)
+        return finding("daemon", MISSING, f"{why}: engines compute everything", "kvtier serve"), None
+    why = f"{status.state}, version {status.version}, {len(status.engines)} engines, index {status.index}"
+    if status.notices:
+        return finding("daemon", DEGRADED, f"{why}; {'; '.join(status.notices)}"), status
+    return finding("daemon", OK, why), status
+
+
+def _shared_memory(config: Config, running: pb.GetStatusResponse | None) -> Finding:
+    name = "shared memory"
+    smaller = "set KVTIER_DRAM_BYTES to less, or enlarge it (docker run --shm-size, mount -o remount,size=)"
+    try:
+        free = machine.free_bytes(config.shm_dir)
+    except OSError as error:
+        return finding(
+            name, MISSING, f"{config.shm_dir}: {error.strerror}", "set KVTIER_SHM_DIR to a tmpfs", needed=True
+        )
+    if _filesystem(config.shm_dir) not in ("tmpfs", "ramfs", "hugetlbfs"):
+        why = f"{config.shm_dir} is no tmpfs: what it holds is written to disk"
+        return finding(name, DEGRADED, why, "set KVTIER_SHM_DIR to a tmpfs")
+    if running is not None:
+        own = sum(tier.capacity_bytes for tier in running.tiers)
+        return finding(name, OK, f"the daemon has {output.size_text(own)}, {output.size_text(free)} are free")
+    wanted = output.size_text(config.dram_bytes)
+    why = f"{config.shm_dir} has {output.size_text(free)} free, dram_bytes is {wanted}"
+    if free < config.dram_bytes:
+        return finding(name, MISSING, why, smaller, needed=True)
+    return finding(name, OK, why)
+
+
+def _memory(config: Config) -> Finding:
+    total = machine.memory_total_bytes()
+    why = f"{output.size_text(total)} in all, dram_bytes is {output.size_text(config.dram_bytes)}"
+    if config.dram_bytes > total:
+        return finding("memory", MISSING, why, "set KVTIER_DRAM_BYTES to less", needed=True)
+    if config.dram_bytes > total * 3 // 4:
+        return finding(
+            "memory", DEGRADED, f"{why}: little is left for engines", "set KVTIER_DRAM_BYTES to less"
+        )
+    return finding("memory", OK, why)
+
+
+def _memlock(config: Config) -> Finding:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return finding("memlock", OK, "unlimited")
+    why = f"limit is {output.size_text(limit)}"
+    if limit >= config.dram_bytes:
+        return finding("memlock", OK, why)
+    return finding(
+        "memlock",
+        DEGRADED,
+        f"{why}, less than dram_bytes: memory cannot be pinned for GPUs and RDMA",
+        "ulimit -l unlimited, or LimitMEMLOCK=infinity in the systemd unit",
+    )
+
+
+def _directory(name: str, path: Path) -> Finding:
+    """Whether the daemon could make or use it; makes nothing itself."""
+    existing = next(each for each in (path, *path.parents) if each.exists())
+    what = f"{name} {path}"
+    if not existing.is_dir():
+        return finding(
+            what, MISSING, f"{existing} is no directory", f"set KVTIER_{name.upper()}", needed=True
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return finding(
+            what,
+            MISSING,
+            f"{existing} is not writable for this user",
+            f"set KVTIER_{name.upper()}",
+            needed=True,
+        )
+    return finding(what, OK, "writable" if existing == path else "does not exist yet, can be made")
+
+
+def _metrics_port(config: Config, running: pb.GetStatusResponse | None) -> Finding:
+    name, port = "metrics port", config.metrics_port
+    if port < 0:
+        return finding(name, DEGRADED, "metrics are off", "set KVTIER_METRICS_PORT to 9470")
+    if running is not None:
+        return finding(name, OK, f"the daemon serves {running.metrics_address or 'no metrics'}")
+    with sockets.socket() as probe:
+        probe.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return finding(
+                name,
+                MISSING,
+                f"port {port}: {error.strerror}",
+                "set KVTIER_METRICS_PORT (0: any free one)",
+                needed=True,
+            )
+    return finding(name, OK, f"port {port} is free" if port else "any free port")
+
+
+def _filesystem(path: Path) -> str:
+    """Type of the file system that `path` lies in, from the longest mount point above it."""
+    best, kind = -1, ""
+    real = os.path.realpath(path)
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, mount, this, *_ = line.split()
+        if os.path.commonpath([mount, real]) == mount and len(mount) >= best:
+            best, kind = len(mount), this
+    return kind
+
+
+def _probe(name: str, timeout_s: float = PROBE_TIMEOUT_S) -> list[Finding]:
+    command = [sys.executable, "-m", "kvtier.cli.probes", name]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return [
+            finding(
+                name,
+                MISSING,
+                f"the probe did not end within {timeout_s:.0f} s",
+                "run it alone: " + " ".join(command),
+            )
+        ]
+    try:
+        found: list[Finding] = json.loads(done.stdout)
+    except ValueError:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        why = f"the probe ended with status {done.returncode}: {' '.join(last)}"
+        return [finding(name, MISSING, why, "run it alone: " + " ".join(command))]
+    return found
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")

@@ -1,0 +1,111 @@
+"""`kvtier demo`: a real vLLM that answers from KV it has lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli import output
+from kvtier.demo import scenario
+from kvtier.demo.processes import Interrupted, interruptible
+from kvtier.errors import InvalidRequest
+
+
+def demo(
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", help="Write the result to this file as JSON; - is stdout.", metavar="FILE"),
+    ] = None,
+) -> None:
+    """Show with a real vLLM on CPU that a prefix computed once is loaded afterwards, also after a crash.
+
+    Needs kvtier[vllm], about 6 GB of memory and 3 to 5 minutes. Exit code 0 only if all texts equal that of
+    an engine without kvtier and at least 95 % of the prompt's whole blocks were loaded.
+    """
+    target = _target(json_file)
+    progress = output.Progress()
+    try:
+        with interruptible(), progress.shown():
+            result = scenario.run(progress)
+    except Interrupted as interrupted:
+        output.print_error(f"{interrupted}: everything that was started is gone")
+        raise typer.Exit(output.SIGNALLED + interrupted.signum) from None
+    if json_file == "-":
+        output.print_json(result.to_json())
+    else:
+        if target is not None:
+            _write(target, result)
+        _print(result)
+    if not result.ok:
+        raise typer.Exit(output.NEGATIVE)
+
+
+def _target(json_file: str | None) -> Path | None:
+    """The file to write, found writable now and not after five minutes."""
+    if json_file in (None, "-"):
+        return None
+    target = Path(json_file or "")
+    if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+        raise InvalidRequest(
+            f"--json {target}: its directory is not there or not writable, or it is a directory"
+        )
+    target.unlink(missing_ok=True)  # an older result must not be taken for this run's
+    return target
+
+
+def _write(target: Path, result: scenario.Result) -> None:
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(result.to_json(), indent=2) + "\n")
+    temporary.replace(target)
+
+
+def _print(result: scenario.Result) -> None:
+    cold = next(run.ttft_s for run in result.runs if run.name == scenario.COLD)
+    rows = [
+        [
+            "without kvtier",
+            "computed",
+            str(result.runs[0].prompt_tokens),
+            "0",
+            _ms(result.reference_ttft_s),
+            "",
+            "reference",
+        ]
+    ]
+    rows += [
+        [
+            run.name,
+            run.source,
+            str(run.prompt_tokens),
+            str(run.loaded_tokens),
+            _ms(run.ttft_s),
+            f"{cold / run.ttft_s:.1f}x",
+            "equal" if run.text_equal else "DIFFERENT",
+        ]
+        for run in result.runs
+    ]
+    output.print_table(
+        f"{result.model}, one node",
+        ["run", "where from", "prompt tokens", "tokens loaded", "TTFT", "against cold", "text"],
+        rows,
+        right=5,
+    )
+    print(f"The answer: ...{result.reference_text}", file=sys.stderr)
+    if not result.texts_equal:
+        output.print_error(
+            "a text differs from that without kvtier: see `kvtier demo --json -`, and report it"
+        )
+    if result.loaded_share < scenario.REQUIRED_SHARE:
+        output.print_error(
+            f"only {result.loaded_share:.1%} of the whole blocks were loaded, "
+            f"{scenario.REQUIRED_SHARE:.0%} are promised"
+        )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms"

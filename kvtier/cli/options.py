@@ -1,0 +1,80 @@
+"""Options of the command line: those of the daemon are made from `Config`, so that none is missing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from pydantic_core import PydanticUndefined
+
+from kvtier.config import Config
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="TOML file with any of the daemon's options. [env: KVTIER_CONFIG]"),
+]
+Socket = Annotated[
+    str | None, typer.Option("--socket", help="Unix socket of the daemon. [env: KVTIER_SOCKET]")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of tables.")]
+
+
+def socket_path(config: Path | None, socket: str | None) -> str:
+    """Where the daemon listens; raises `ConfigError`."""
+    return str(Config.load(config, socket=socket).socket)
+
+
+def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command(**values)` one option for each field of `Config`, all of them None unless given.
+
+    Texts go to `Config.load` as they are: it alone judges values, whichever source they come from.
+    `command`'s own parameters, which have to be named, come first.
+    """
+    own = [
+        parameter
+        for parameter in inspect.signature(command).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    hints = get_type_hints(command, include_extras=True)
+    parameters = [parameter.replace(annotation=hints[parameter.name]) for parameter in own]
+    parameters += [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[str | None, _option(name)],
+        )
+        for name in Config.model_fields
+    ]
+
+    def wrapper(**values: Any) -> None:
+        command(**values)
+
+    wrapper.__name__ = command.__name__
+    wrapper.__doc__ = command.__doc__
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapper
+
+
+def _option(name: str) -> Any:
+    field = Config.model_fields[name]
+    description = (field.description or "").rstrip(".")
+    default = (
+        "" if field.default in (PydanticUndefined, None, "") else f"; default: {_text(name, field.default)}"
+    )
+    return typer.Option(
+        f"--{name.replace('_', '-')}",
+        help=f"{description[:1].upper()}{description[1:]}. [env: KVTIER_{name.upper()}{default}]",
+        show_default=False,
+        metavar="TEXT",
+    )
+
+
+def _text(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and isinstance(value, int) and value and value % (1 << 20) == 0:
+        return f"{value >> 20}MiB"
+    return str(value)

@@ -1,0 +1,170 @@
+"""`kvtier lookup`, `pin`, `unpin` and `evict`: one prefix, named by its blocks' keys."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli import output
+from kvtier.cli.options import AsJson, ConfigFile, Socket, socket_path
+from kvtier.client import AdminClient
+from kvtier.errors import InvalidRequest
+from kvtier.types import KEY_SIZE_BYTES, Key, TierKind
+
+Keys = Annotated[
+    list[str] | None,
+    typer.Argument(help="Keys of the prefix's blocks in order, 64 hex digits each.", show_default=False),
+]
+KeysFile = Annotated[
+    Path | None,
+    typer.Option("--keys-file", help="File with one key a line instead; - reads stdin.", show_default=False),
+]
+
+
+def lookup(
+    keys: Keys = None,
+    *,
+    keys_file: KeysFile = None,
+    config: ConfigFile = None,
+    socket: Socket = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show how many leading blocks of a prefix are here, and where. Exit code 1: not even the first."""
+    chain = read_keys(keys, keys_file)
+    with AdminClient(socket_path(config, socket)) as client:
+        answer = client.lookup_prefix(chain)
+    places = [
+        {
+            "index": place.index,
+            "shard": place.shard,
+            "node_id": place.node_id,
+            "incarnation": place.incarnation,
+            "tier": TierKind(place.tier).name.lower(),
+            "arena_id": place.arena_id,
+            "offset_bytes": place.offset_bytes,
+            "size_bytes": place.size_bytes,
+            "pinned": place.pinned,
+            "leases": place.leases,
+        }
+        for place in answer.places
+    ]
+    if as_json:
+        output.print_json({"blocks": answer.blocks, "asked": len(chain), "places": places})
+    else:
+        names = ("index", "shard", "tier", "size_bytes", "offset_bytes", "pinned", "leases")
+        output.print_table(
+            f"{answer.blocks} of {len(chain)} leading blocks are here",
+            [name.removesuffix("_bytes") for name in names],
+            [[str(place[name]) for name in names] for place in places],
+            right=4,
+        )
+    _end(answer.blocks > 0)
+
+
+def pin(
+    keys: Keys = None,
+    *,
+    keys_file: KeysFile = None,
+    ttl_s: Annotated[
+        float, typer.Option("--ttl-s", help="Seconds until the pin ends by itself.", min=0.001)
+    ] = 3600.0,
+    config: ConfigFile = None,
+    socket: Socket = None,
+    as_json: AsJson = False,
+) -> None:
+    """Protect a prefix from eviction for a time. Exit code 1: none of its blocks is here."""
+    chain = read_keys(keys, keys_file)
+    with AdminClient(socket_path(config, socket)) as client:
+        answer = client.pin_prefix(chain, ttl_s)
+    if as_json:
+        output.print_json(
+            {"pin_id": answer.pin_id, "pinned": answer.pinned, "asked": len(chain), "ttl_s": ttl_s}
+        )
+    elif answer.pinned:
+        time = output.duration_text(ttl_s)
+        print(f"pin {answer.pin_id} protects {answer.pinned} of {len(chain)} blocks for {time}")
+    else:
+        print("none of these blocks is here, nothing was pinned")
+    _end(answer.pinned > 0)
+
+
+def unpin(
+    keys: Keys = None,
+    *,
+    keys_file: KeysFile = None,
+    pin_id: Annotated[
+        int | None,
+        typer.Option("--pin-id", help="The pin that `kvtier pin` named.", min=1, show_default=False),
+    ] = None,
+    config: ConfigFile = None,
+    socket: Socket = None,
+    as_json: AsJson = False,
+) -> None:
+    """End one pin, or every pin on exactly this prefix. Exit code 1: there was none."""
+    if pin_id is not None and (keys or keys_file):
+        raise InvalidRequest("give --pin-id or keys, not both")
+    chain = [] if pin_id is not None else read_keys(keys, keys_file)
+    with AdminClient(socket_path(config, socket)) as client:
+        answer = client.unpin_prefix(pin_id=pin_id) if pin_id is not None else client.unpin_prefix(chain)
+    if as_json:
+        output.print_json({"unpinned": answer.unpinned})
+    else:
+        print(f"{answer.unpinned} pins ended")
+    _end(answer.unpinned > 0)
+
+
+def evict(
+    keys: Keys = None,
+    *,
+    keys_file: KeysFile = None,
+    config: ConfigFile = None,
+    socket: Socket = None,
+    as_json: AsJson = False,
+) -> None:
+    """Drop blocks and all that continue them, except leased and pinned ones. Exit code 1: none dropped."""
+    chain = read_keys(keys, keys_file)
+    with AdminClient(socket_path(config, socket)) as client:
+        answer = client.evict_prefix(chain)
+    if as_json:
+        output.print_json({"evicted": answer.evicted, "kept": answer.kept})
+    else:
+        print(f"{answer.evicted} blocks dropped, {answer.kept} kept because they are leased or pinned")
+    _end(answer.evicted > 0)
+
+
+def read_keys(keys: list[str] | None, keys_file: Path | None) -> list[Key]:
+    """The keys that were given, from one of the two sources; raises `InvalidRequest`."""
+    if bool(keys) == bool(keys_file):
+        raise InvalidRequest("give the keys as arguments or in --keys-file, one of both")
+    if keys_file is not None:
+        try:
+            text = sys.stdin.read() if str(keys_file) == "-" else keys_file.read_text(encoding="ascii")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"{keys_file} cannot be read: {error}") from None
+        keys = text.split()
+        if not keys:
+            raise InvalidRequest(
+                f"{keys_file} holds no keys: one key a line, {2 * KEY_SIZE_BYTES} hex digits each"
+            )
+    assert keys
+    return [_key(number, text) for number, text in enumerate(keys, start=1)]
+
+
+def _key(number: int, text: str) -> Key:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_SIZE_BYTES:
+        raise InvalidRequest(
+            f"key {number} is not {2 * KEY_SIZE_BYTES} hex digits (it has {len(text)} characters)"
+        )
+    return key
+
+
+def _end(found: bool) -> None:
+    if not found:
+        raise typer.Exit(output.NEGATIVE)

@@ -1,0 +1,111 @@
+"""A daemon of its own for the demo, the tests and the benchmarks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Self
+
+from kvtier.client import AdminClient
+from kvtier.demo.processes import DemoFailed, Supervised
+from kvtier.v1 import admin_pb2 as pb
+
+START_TIMEOUT_S: Final = 60.0
+STORE_TIMEOUT_S: Final = 30.0
+_POLL_S: Final = 0.02
+
+
+class NodeProcess:
+    """`kvtier serve` in a private directory; ready when constructed, a context manager.
+
+    Parameters
+    ----------
+    directory
+        Private and short (it holds the socket); the caller removes it. A node that is started again in the
+        same directory is the same node with its next incarnation.
+    options
+        Fields of `Config` beyond what this sets: directories, and any free metrics port.
+
+    Attributes
+    ----------
+    readiness
+        What ``kvtier serve --json`` said.
+    start_s
+        From before the process was started until it was ready.
+    """
+
+    def __init__(self, directory: Path, **options: object) -> None:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        self.socket = directory / "run" / "kvtier.sock"
+        values = {
+            "data_dir": directory / "data",
+            "run_dir": self.socket.parent,
+            "socket": self.socket,
+            "metrics_port": 0,
+            **options,
+        }
+        command = [sys.executable, "-m", "kvtier.cli.main", "serve", "--json", "--log-format", "json"]
+        for name, value in values.items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
+        log = directory / "daemon.log"
+        log.unlink(missing_ok=True)
+        begin_s = time.monotonic()
+        self.process = Supervised("the kvtier daemon", command, log=log, environment=_environment())
+        self.readiness: Mapping[str, Any] = {}
+        try:
+            self.process.wait_until(self._is_ready, timeout_s=START_TIMEOUT_S)
+            self.start_s = time.monotonic() - begin_s
+            self.admin = AdminClient(str(self.socket))
+        except BaseException:
+            self.process.stop()
+            raise
+
+    def _is_ready(self) -> bool:
+        # stdout and stderr share the file: the readiness is the one object that is no log line
+        for text in self.process.log.read_text().split("\n{\n")[1:]:
+            try:
+                self.readiness, _ = json.JSONDecoder().raw_decode("{" + text)
+            except ValueError:
+                return False
+            return True
+        return False
+
+    def status(self) -> pb.GetStatusResponse:
+        """The daemon's status."""
+        return self.admin.status()
+
+    def wait_stored(self, blocks: int, *, timeout_s: float = STORE_TIMEOUT_S) -> pb.GetStatusResponse:
+        """Wait until `blocks` blocks are resident and nothing is being written; raises `DemoFailed`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            resident = sum(tier.blocks for tier in status.tiers)
+            unfinished = sum(tier.reserved_bytes for tier in status.tiers)
+            if resident >= blocks and not unfinished:
+                return status
+            if time.monotonic() > deadline:
+                raise DemoFailed(
+                    f"the engine stored only {resident} of {blocks} blocks within {timeout_s:.0f} s\n"
+                    f"{self.process.tail()}"
+                )
+            time.sleep(_POLL_S)
+
+    def stop(self) -> None:
+        """End the daemon in order; idempotent."""
+        self.admin.close()
+        self.process.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _environment() -> dict[str, str]:
+    """Ours without KVTIER_*: what a user set for the real daemon is not meant for this one."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
