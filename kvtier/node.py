@@ -17,7 +17,7 @@ from kvtier.config import Config
 from kvtier.core import messages as m
 from kvtier.core.cache import CacheCore
 from kvtier.core.stats import BlockPlace, CoreStats
-from kvtier.errors import Conflict, Corruption, KvtierError, TierFault, Unavailable
+from kvtier.errors import Conflict, Corruption, KvtierError, LimitExceeded, TierFault, Unavailable
 from kvtier.hashing import Hasher
 from kvtier.identity import Identity
 from kvtier.interfaces import Growing, Tier
@@ -27,6 +27,8 @@ from kvtier.types import Key, Slot, TierKind
 
 DROP_ATTEMPTS: Final = 5
 DROP_RETRY_S: Final = 1.0
+MAX_COMMITS_IN_VERIFICATION: Final = 256
+"""A commit outlives its call, so the server's bound on calls does not bound these."""
 MAX_SCRUB_BLOCKS: Final = 128
 """Blocks that one tick asks for at most, however small they are."""
 _TYPICAL_BLOCK_BYTES: Final = 1 << 20
@@ -166,6 +168,8 @@ class Node:
             if self._hasher.is_inline(kind, len(some), block_bytes):
                 wrong = self._hasher.mismatches_now(kind, some, block_bytes, checksums)
                 return self._finish_commit(event, wrong, len(some), block_bytes)
+            if len(self._commits) >= MAX_COMMITS_IN_VERIFICATION:
+                raise LimitExceeded(f"{len(self._commits)} commits are being verified: commit again later")
             # A repeat that arrives meanwhile waits for the same task; both get its one answer.
             task = asyncio.create_task(self._verify_and_commit(event, some, block_bytes, checksums))
             self._commits[name] = task

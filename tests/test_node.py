@@ -18,7 +18,7 @@ from kvtier.build import build, core_config, tier_spec
 from kvtier.config import Config
 from kvtier.core import messages as m
 from kvtier.core.cache import CacheCore
-from kvtier.errors import Corruption, TierFault, Unavailable, UnknownId
+from kvtier.errors import Corruption, LimitExceeded, TierFault, Unavailable, UnknownId
 from kvtier.hashing import INLINE_BYTES
 from kvtier.identity import Identity, open_identity
 from kvtier.interfaces import Tier, TierTraits
@@ -182,6 +182,19 @@ async def test_a_commit_outlives_the_call_that_brought_it(run: Callable[..., Any
             await call
         assert await harness.node.execute(commit) == m.Committed(len(MANY))
         assert harness.verified_bytes("commit") == len(MANY) * LAYOUT.block_bytes
+
+
+async def test_commits_in_verification_are_bounded(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "MAX_COMMITS_IN_VERIFICATION", 1)
+    async with run() as harness:
+        reserved = await harness.reserve(MANY)
+        call = asyncio.create_task(harness.node.execute(harness.commit(reserved, MANY)))
+        await asyncio.sleep(0)
+        with pytest.raises(LimitExceeded, match="later"):
+            await harness.node.execute(harness.commit(reserved, MANY))
+        assert await call == m.Committed(len(MANY))
 
 
 async def test_an_abort_while_a_commit_is_being_verified_wins(run: Callable[..., Any]) -> None:
