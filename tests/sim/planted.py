@@ -140,9 +140,9 @@ def a_block_is_visible_when_it_is_reserved(patch: pytest.MonkeyPatch) -> None:
     def wrong(
         self: Reservations, event: m.Reserve, reservation: int, engine: Any, now_s: float
     ) -> m.Reserved:
-        reply = reserve(self, event, reservation, *rest)
+        reply = reserve(self, event, reservation, engine, now_s)
         if reply.reservation and len(reply.slots) == 1:
-            self.commit(reservation, rest[0], event.keys, [key[:16] for key in event.keys])
+            self.commit(reservation, engine, event.keys, [key[:16] for key in event.keys])
         return reply
 
     patch.setattr(Reservations, "reserve", wrong)

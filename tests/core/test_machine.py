@@ -1,0 +1,444 @@
+"""Any order of events: `check()` after each, and what is visible as a model of one page says.
+
+The model: a key of a shard is visible iff it was committed and neither evicted, dropped nor lost since,
+and a prompt can load the leading keys that are visible. What the core evicts by itself is learnt from
+it, but never a protected block, never anything while there is room, never a block before those that
+continue it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtier.core import messages as m
+from kvtier.core.cache import CacheCore
+from kvtier.core.config import CoreConfig, TierSpec
+from kvtier.errors import Conflict, LimitExceeded, UnknownId
+from kvtier.types import Key, Layout, LayoutKind, LayoutOrder, TierKind
+
+PAGE = 4096
+ENGINES = {"a": 1, "b": 1, "c": 2}
+SHARDS = (0, 1)
+PATHS = st.lists(st.sampled_from((0, 0, 0, 1)), min_size=1, max_size=6)
+
+
+def _layout(pages: int) -> Layout:
+    return Layout(LayoutKind.MLA, 1, 1, PAGE * pages, "uint8", 1, LayoutOrder.NHD, PAGE * pages)
+
+
+LAYOUTS = {pages: _layout(pages) for pages in ENGINES.values()}
+
+
+def _keys(pages: int, path: list[int]) -> list[Key]:
+    key = bytes([pages])
+    keys = []
+    for turn in path:
+        key = hashlib.sha256(key + bytes([turn])).digest()
+        keys.append(key)
+    return keys
+
+
+class CoreMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.calls = 0
+        self.engines: set[str] = set()
+        self.visible: dict[tuple[int, Key], Key | None] = {}  # (shard, key) -> parent
+        self.reservations: dict[int, tuple[str, int, dict[Key, Key | None], float]] = {}
+        self.leases: dict[int, tuple[str, int, list[Key], float]] = {}
+        self.verifies: list[m.Verify] = []
+        self.drops: list[m.Drop] = []
+        self.last: tuple[m.Event, m.Action] | None = None
+
+    @initialize(frees_at_once=st.booleans(), extents=st.integers(2, 4), fraction=st.sampled_from((0.25, 1.0)))
+    def begin(self, frees_at_once: bool, extents: int, fraction: float) -> None:
+        config = CoreConfig(
+            lease_ttl_s=3, hold_ttl_s=2, reservation_ttl_s=4, max_replies=4, max_unfinished_fraction=fraction
+        )
+        size = extents * 4 * PAGE
+        tier = TierSpec(TierKind.DRAM, size + 8 * PAGE, size, 4 * PAGE, frees_at_once)
+        self.core = CacheCore(config, [tier])
+        for name in ENGINES:
+            self.register(name)
+
+    def call_id(self) -> bytes:
+        self.calls += 1
+        return self.calls.to_bytes(16, "little")
+
+    def do(self, event: m.Event) -> m.Action | None:
+        actions = self.core.handle(event, self.now_s)
+        reply: m.Action | None = None
+        for action in actions:
+            match action:
+                case m.Verify():
+                    self.verifies.append(action)
+                case m.Drop():
+                    self.drops.append(action)
+                case m.Lost():
+                    for block in action.blocks:
+                        del self.visible[block.shard, block.key]
+                case _:
+                    reply = action
+        if reply is not None and getattr(event, "call_id", None) is not None:
+            self.last = (event, reply)
+        return reply
+
+    def fingerprint(self, engine: str) -> bytes:
+        return LAYOUTS[ENGINES[engine]].fingerprint()
+
+    def run(self, shard: int, keys: list[Key]) -> int:
+        count = 0
+        while count < len(keys) and (shard, keys[count]) in self.visible:
+            count += 1
+        return count
+
+    # ---- engines come and go
+
+    @rule(engine=st.sampled_from(sorted(ENGINES)))
+    def register(self, engine: str) -> None:
+        layout = LAYOUTS[ENGINES[engine]]
+        reply = self.do(m.RegisterEngine(self.call_id(), engine, layout, layout.fingerprint()))
+        assert reply == m.Registered(layout.slot_bytes)
+        self.engines.add(engine)
+
+    @rule(engine=st.sampled_from(sorted(ENGINES)), back=st.sampled_from((True, True, True, False)))
+    def die(self, engine: str, back: bool) -> None:
+        self.do(m.EngineDied(engine))
+        self.engines.discard(engine)
+        self.reservations = {i: r for i, r in self.reservations.items() if r[0] != engine}
+        self.leases = {i: lease for i, lease in self.leases.items() if lease[0] != engine}
+        if self.last is not None and getattr(self.last[0], "engine", None) == engine:
+            self.last = None
+        if back:
+            self.register(engine)
+
+    # ---- stores
+
+    @rule(
+        engine=st.sampled_from(sorted(ENGINES)),
+        path=PATHS,
+        other=PATHS,
+        shard=st.sampled_from(SHARDS),
+    )
+    def store_two(self, engine: str, path: list[int], other: list[int], shard: int) -> None:
+        for one in (path, other):
+            self.reserve(engine, one, 0, shard, commit=True)
+
+    @rule(
+        engine=st.sampled_from(sorted(ENGINES)),
+        path=PATHS,
+        skip=st.integers(0, 3),
+        shard=st.sampled_from(SHARDS),
+        commit=st.booleans(),
+    )
+    def reserve(self, engine: str, path: list[int], skip: int, shard: int, commit: bool) -> None:
+        keys = _keys(ENGINES[engine], path)
+        skip = min(skip, len(keys) - 1)
+        above = keys[skip - 1] if skip else None
+        event = m.Reserve(self.call_id(), engine, above, keys[skip:], shard, self.fingerprint(engine))
+        before = self._resident_bytes()
+        try:
+            reply = self.do(event)
+        except UnknownId:
+            assert engine not in self.engines or (above is not None and self._unreachable(shard, keys[:skip]))
+            return
+        assert isinstance(reply, m.Reserved)
+        granted: dict[Key, Key | None] = {}
+        for key, state in zip(event.keys, reply.states, strict=True):
+            if state is m.ReserveState.GRANTED:
+                assert (shard, key) not in self.visible
+                granted[key] = above
+            if state is m.ReserveState.PRESENT:
+                assert (shard, key) in self.visible, "present blocks of the chain stay"
+            above = key
+        self._learn_evictions()
+        if m.ReserveState.REFUSED not in reply.states and not granted:
+            assert self._resident_bytes() == before, "nothing goes where nothing is needed"
+        if granted:
+            self.reservations[reply.reservation] = (engine, shard, granted, self.now_s + 4)
+            if commit:
+                self._commit(reply.reservation, list(granted))
+
+    @precondition(lambda self: self.reservations)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.reservations)))
+        keys = list(self.reservations[number][2])
+        some = data.draw(st.lists(st.sampled_from(keys), unique=True, min_size=1))
+        self._commit(number, some)
+
+    def _commit(self, number: int, keys: list[Key]) -> None:
+        engine, shard, granted, _ = self.reservations[number]
+        event = m.Commit(self.call_id(), engine, number, keys, [key[:16] for key in keys])
+        if self._expired(number):
+            try:
+                self.do(event)
+            except UnknownId:
+                return
+            raise AssertionError("an expired reservation was committed")
+        assert self.do(event) == m.Committed(len(keys))
+        for key in keys:
+            self.visible[shard, key] = granted.pop(key)
+        if not granted:
+            del self.reservations[number]
+
+    def _expired(self, number: int) -> bool:
+        return number in self.core.reservations.expired
+
+    @precondition(lambda self: self.reservations)
+    @rule(data=st.data(), everything=st.booleans())
+    def abort(self, data: st.DataObject, everything: bool) -> None:
+        number = data.draw(st.sampled_from(sorted(self.reservations)))
+        engine, _, granted, _ = self.reservations[number]
+        keys = data.draw(st.lists(st.sampled_from(list(granted)), unique=True, min_size=1))
+        reply = self.do(m.Abort(self.call_id(), engine, number, [] if everything else keys))
+        assert reply == m.Aborted(len(granted) if everything else len(keys))
+        for key in list(granted) if everything else keys:
+            del granted[key]
+        if not granted:
+            del self.reservations[number]
+
+    @precondition(lambda self: self.reservations)
+    @rule(data=st.data())
+    def a_stranger_commits(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.reservations)))
+        owner, _, granted, _ = self.reservations[number]
+        for stranger in sorted(self.engines - {owner}):
+            key = next(iter(granted))
+            for event in (
+                m.Commit(self.call_id(), stranger, number, [key], [key[:16]]),
+                m.Abort(self.call_id(), stranger, number),
+            ):
+                try:
+                    self.do(event)
+                except Conflict:
+                    continue
+                raise AssertionError("somebody else's reservation was ended")
+
+    # ---- loads
+
+    @rule(
+        engine=st.sampled_from(sorted(ENGINES)),
+        path=PATHS,
+        request=st.sampled_from("xyz"),
+        shards=st.integers(1, 2),
+    )
+    def lookup(self, engine: str, path: list[int], request: str, shards: int) -> None:
+        keys = _keys(ENGINES[engine], path)
+        self.offered = 0
+        event = m.Lookup(engine, request, keys, shards, self.fingerprint(engine))
+        try:
+            reply = self.do(event)
+        except UnknownId:
+            assert engine not in self.engines
+            return
+        assert isinstance(reply, m.Offered)
+        self.offered = reply.blocks
+        visible = min(self.run(shard, keys) for shard in range(shards))
+        assert self.core.match(keys, shards) == visible
+        if reply.reason == "limit":
+            assert reply.blocks < visible
+        else:
+            assert reply.blocks == visible
+            assert reply.reason == ("" if visible == len(keys) else "missing")
+
+    @rule(
+        engine=st.sampled_from(sorted(ENGINES)),
+        path=PATHS,
+        request=st.sampled_from("xyz"),
+        shard=st.sampled_from(SHARDS),
+    )
+    def load(self, engine: str, path: list[int], request: str, shard: int) -> None:
+        keys = _keys(ENGINES[engine], path)
+        try:
+            reply = self.do(m.Load(self.call_id(), engine, request, keys, shard))
+        except (UnknownId, LimitExceeded):
+            assert engine not in self.engines
+            return
+        assert isinstance(reply, m.Leased)
+        count = len(reply.slots)
+        assert count <= self.run(shard, keys)
+        assert reply.checksums == [key[:16] for key in keys[:count]]
+        assert bool(reply.lease) == bool(count)
+        if count:
+            self.leases[reply.lease] = (engine, shard, keys[:count], self.now_s + 3)
+
+    @rule(
+        engine=st.sampled_from(sorted(ENGINES)),
+        path=PATHS,
+        request=st.sampled_from("xyz"),
+        shards=st.integers(1, 2),
+        later=st.sampled_from((0.0, 0.0, 1.0, 2.0)),
+    )
+    def read(self, engine: str, path: list[int], request: str, shards: int, later: float) -> None:
+        """What was held is there, until the hold's time is over, whatever happens meanwhile."""
+        self.store_two(engine, path, path, 0)
+        self.lookup(engine, path, request, shards)
+        held = self.offered
+        self.store_two(engine, [1] * 6, [1, 0] * 3, 1)
+        self.tick(later)
+        before = set(self.leases)
+        for shard in range(shards if held else 0):
+            self.load(engine, path[:held], request, shard)
+        if later < 2.0 and engine in self.engines:
+            assert len(self.leases) - len(before) == (shards if held else 0)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), corrupt=st.booleans())
+    def release(self, data: st.DataObject, corrupt: bool) -> None:
+        number = data.draw(st.sampled_from(sorted(self.leases)))
+        engine, shard, keys, deadline_s = self.leases.pop(number)
+        wrong = keys[:1] if corrupt else []
+        reply = self.do(m.Release(self.call_id(), engine, number, None, wrong, shard))
+        assert isinstance(reply, m.Released)
+        if reply.valid:
+            assert self.now_s < deadline_s
+            assert all((shard, key) in self.visible for key in keys), "valid, and yet something went"
+        for again in (number, number + 10**6):
+            try:
+                self.do(m.Release(self.call_id(), engine, again))
+            except UnknownId:
+                continue
+            raise AssertionError("a lease was released twice")
+
+    @rule(engine=st.sampled_from(sorted(ENGINES)), request=st.sampled_from("xyz"))
+    def release_hold(self, engine: str, request: str) -> None:
+        if engine in self.engines:
+            self.do(m.Release(self.call_id(), engine, None, request))
+
+    # ---- operators, the node, time
+
+    @rule(pages=st.sampled_from((1, 2)), path=PATHS, ttl_s=st.floats(0.5, 6))
+    def pin(self, pages: int, path: list[int], ttl_s: float) -> None:
+        keys = _keys(pages, path)
+        try:
+            reply = self.do(m.Pin(self.call_id(), keys, ttl_s))
+        except LimitExceeded:
+            return
+        assert isinstance(reply, m.Pinned)
+        assert reply.blocks == max(self.run(shard, keys) for shard in SHARDS)
+
+    @rule(pages=st.sampled_from((1, 2)), path=PATHS)
+    def unpin(self, pages: int, path: list[int]) -> None:
+        self.do(m.Unpin(self.call_id(), None, _keys(pages, path)))
+
+    @rule(pages=st.sampled_from((1, 2)), path=PATHS)
+    def evict(self, pages: int, path: list[int]) -> None:
+        keys = _keys(pages, path)
+        reply = self.do(m.Evict(self.call_id(), keys))
+        assert isinstance(reply, m.Evicted)
+        gone = self._learn_evictions()
+        assert len(gone) == reply.blocks
+
+    @rule(blocks=st.integers(1, 3))
+    def scrub(self, blocks: int) -> None:
+        self.do(m.Scrub(blocks))
+
+    @precondition(lambda self: self.verifies)
+    @rule(intact=st.booleans())
+    def verified(self, intact: bool) -> None:
+        verify = self.verifies.pop(0)
+        assert (verify.block.shard, verify.block.key) in self.visible, "it was guarded meanwhile"
+        self.do(m.Verified(verify.verify, intact))
+        assert ((verify.block.shard, verify.block.key) in self.visible) == intact
+
+    @precondition(lambda self: self.drops)
+    @rule()
+    def dropped(self) -> None:
+        drop = self.drops.pop(0)
+        self.do(m.Dropped(drop.tier, drop.slots))
+
+    @rule()
+    def grow(self) -> None:
+        tier = self.core.stats().tiers[0]
+        self.do(m.Grow(tier.kind, min(tier.capacity_bytes, tier.allocated_bytes + 2 * PAGE)))
+
+    @rule(seconds=st.sampled_from((0.0, 0.5, 1.0, 3.0)))
+    def tick(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.do(m.Tick())
+        for number, (*_, deadline_s) in self.reservations.items():
+            assert self._expired(number) == (deadline_s <= self.now_s)
+
+    @precondition(lambda self: self.last is not None)
+    @rule()
+    def repeat(self) -> None:
+        assert self.last is not None
+        event, first = self.last
+        assert self.core.handle(event, self.now_s) == [first]
+
+    # ---- what must hold
+
+    def _resident_bytes(self) -> int:
+        return self.core.stats().tiers[0].resident_bytes
+
+    def _unreachable(self, shard: int, prefix: list[Key]) -> bool:
+        """Some block of the prefix is neither visible nor being stored."""
+        pending = {(r[1], key) for n, r in self.reservations.items() if not self._expired(n) for key in r[2]}
+        return any((shard, key) not in self.visible and (shard, key) not in pending for key in prefix)
+
+    def _here(self) -> set[tuple[int, Key]]:
+        places = self.core.places([key for _, key in self.visible])
+        return {(place.block.shard, place.block.key) for place in places}
+
+    def _learn_evictions(self) -> set[tuple[int, Key]]:
+        here = {
+            (place.block.shard, place.block.key) for place in self.core.places([k for _, k in self.visible])
+        }
+        gone = self.visible.keys() - here
+        for shard, key in here:
+            parent = self.visible[shard, key]
+            assert parent is None or (shard, parent) not in gone, "a block went before one that continues it"
+        for _, shard, keys, deadline_s in self.leases.values():
+            if self.now_s < deadline_s:
+                assert not gone & {(shard, key) for key in keys}, "a leased block went"
+        for verify in self.verifies:
+            assert (verify.block.shard, verify.block.key) not in gone, "a block went that is being verified"
+        for name in gone:
+            del self.visible[name]
+        return set(gone)
+
+    @invariant()
+    def invariants(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        self.core.check()
+        here = {
+            (place.block.shard, place.block.key) for place in self.core.places([k for _, k in self.visible])
+        }
+        assert here == self.visible.keys()
+        assert self.core.stats().tiers[0].blocks == len(self.visible)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        for engine in ENGINES:
+            self.die(engine, back=False)
+        for verify in self.verifies:
+            self.core.handle(m.Verified(verify.verify, intact=True), self.now_s)
+        self.now_s += 100
+        self.do(m.Tick())
+        everything = [key for _, key in self.visible]
+        if everything:
+            reply = self.do(m.Evict(self.call_id(), everything))
+            assert reply == m.Evicted(len(everything), 0)
+        while self.drops:
+            self.dropped()
+        tier = self.core.residency.tiers[TierKind.DRAM]
+        assert len(tier.free_extents) == len(tier.extents), "memory is stranded at the end"
+        assert not any(self.core.residency.shards.values())
+        self.core.check()
+
+
+CoreMachine.TestCase.settings = settings(
+    max_examples=400,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestCore = CoreMachine.TestCase

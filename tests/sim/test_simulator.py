@@ -1,0 +1,78 @@
+"""Histories of one node: those that once failed, a fixed set, and bugs that have to be found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.testing.simulated_node import Violation
+from kvtier.testing.simulator import Simulation, main
+from tests.sim.planted import PLANTS, Plant
+
+SEEDS: dict[str, Any] = json.loads((Path(__file__).parent / "seeds.json").read_text())
+STEPS: int = SEEDS["steps"]
+PLANT_SEEDS = 250
+
+
+@pytest.mark.parametrize("seed", [entry["seed"] for entry in SEEDS["found"]])
+def test_histories_that_once_failed(seed: int) -> None:
+    Simulation(seed).run(STEPS)
+
+
+def test_a_fixed_set_of_histories_in_which_everything_happens() -> None:
+    happened: dict[str, int] = {}
+    loaded = 0
+    for seed in range(SEEDS["always"]["first"], SEEDS["always"]["end"]):
+        simulation = Simulation(seed)
+        result = simulation.run(STEPS)
+        loaded += result.loaded_blocks
+        for name, count in result.counts.items():
+            happened[name] = happened.get(name, 0) + count
+    wanted = {
+        "granted",
+        "offered blocks",
+        "Commit refused",
+        "Release refused",
+        "Abort",
+        "EngineDied",
+        "lost",
+        "Dropped",
+    }
+    wanted |= {"Grow", "Pin", "evicted by hand", "Verified", "flipped"}
+    assert all(happened.get(name, 0) >= 20 for name in wanted), happened
+    assert loaded > 1000
+
+
+def test_a_seed_is_one_history() -> None:
+    results = [Simulation(11).run(500) for _ in range(2)]
+    assert results[0] == results[1]
+    assert Simulation(12).run(500) != results[0]
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_planted_bugs_are_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((Violation, AssertionError, LookupError)):
+        _run_without_checks(PLANT_SEEDS)
+
+
+def _run_without_checks(seeds: int) -> None:
+    for seed in range(seeds):
+        Simulation(seed, check_every=10**9).run(STEPS)
+
+
+def test_the_command_reports_what_it_ran(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "3:5", "--steps", "300"]) == 0
+    assert capsys.readouterr().out.startswith("2 seeds, ")
+
+
+def test_the_command_names_a_failing_seed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant = next(plant for plant in PLANTS if plant.__name__ == "quarantine_ends_on_a_timer")
+    plant(monkeypatch)
+    assert main(["--seeds", "0:50"]) == 1
+    assert "failed: --seeds " in capsys.readouterr().err
