@@ -78,8 +78,13 @@ class EngineLocks:
     def held(self, engine: str) -> bool:
         """Whether a live process holds the lock of `engine`; raises `InvalidRequest` on a bad id."""
         path = self._path(engine)
-        fd = self._fds.pop(engine, None)
-        if fd is None and (fd := _open(path)) is None:
+        if self._keep_if_locked(engine, self._fds.pop(engine, None)):
+            return True
+        # An engine whose file somebody deleted makes a new one of the same name: then that is its life.
+        return self._keep_if_locked(engine, _open(path))
+
+    def _keep_if_locked(self, engine: str, fd: int | None) -> bool:
+        if fd is None:
             return False
         if _is_free(fd):
             os.close(fd)

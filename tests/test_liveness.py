@@ -88,6 +88,17 @@ def test_a_deleted_name_is_no_proof_of_death(locks: EngineLocks, engine: Engine)
     assert not locks.held("one-1")
 
 
+def test_an_engine_may_make_its_deleted_file_anew(locks: EngineLocks, run_dir: Path, engine: Engine) -> None:
+    assert locks.held("one-1")
+    engine.path.unlink()
+    fd = os.open(engine.path, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    engine.kill()  # its first lock goes, its second stays
+    assert locks.held("one-1")
+    os.close(fd)
+    assert not locks.held("one-1")
+
+
 def test_without_its_file_an_engine_cannot_register(locks: EngineLocks, engine: Engine) -> None:
     engine.path.unlink()
     assert not locks.held("one-1")
