@@ -78,18 +78,13 @@ class NodeProcess:
         """The daemon's status."""
         return self.admin.status()
 
-    def wait_stored(self, blocks: int, *, timeout_s: float = STORE_TIMEOUT_S) -> pb.GetStatusResponse:
-        """Wait until `blocks` blocks are resident and nothing is being written; raises `DemoFailed`."""
+    def wait_stored(self, blocks: int, *, timeout_s: float = STORE_TIMEOUT_S) -> None:
+        """Wait until `blocks` blocks in all have been stored here; raises `DemoFailed`."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            status = self.status()
-            resident = sum(tier.blocks for tier in status.tiers)
-            unfinished = sum(tier.reserved_bytes for tier in status.tiers)
-            if resident >= blocks and not unfinished:
-                return status
+        while (stored := self.status().counters.stored_blocks) < blocks:
             if time.monotonic() > deadline:
                 raise DemoFailed(
-                    f"the engine stored only {resident} of {blocks} blocks within {timeout_s:.0f} s\n"
+                    f"the engine stored only {stored} of {blocks} blocks within {timeout_s:.0f} s\n"
                     f"{self.process.tail()}"
                 )
             time.sleep(_POLL_S)

@@ -17,8 +17,8 @@ _NOTICE: Final = (
     "for it. Whoever finds a mistake in these pages may send a letter to the"
 )
 _NOTICE_END: Final = (
-    " harbour office, where an old clock has stopped at noon and a grey cat sleeps on the warm window sill all "
-    "day long."
+    " harbour office, where an old clock has stopped at noon and a grey cat sleeps on the warm window sill "
+    "all day long."
 )
 _PLACES: Final = (
     "harbour",

@@ -172,7 +172,7 @@ class _Demo:
 
     def _first_engine(self, engine: Engine, node: NodeProcess, prompt: Sequence[int]) -> None:
         warm_up(engine)
-        before = sum(tier.blocks for tier in node.status().tiers)
+        before = node.status().counters.stored_blocks
         self._ask(COLD, engine, node, prompt)
         self._ask(HOT, engine, node, prompt)
         self._progress("waiting until kvtier has all blocks, then emptying the engine's own cache")

@@ -1,0 +1,193 @@
+"""Time to first token of 4,000 tokens: kvtier's hit against the engine's own, and what a miss costs.
+
+Two API servers run side by side, one without the connector; only one is busy at a time. Each round takes a
+fresh prompt: `cold` and `hot` (the engine's own cache) on the plain engine; `miss` and, after the engine's
+cache was emptied, `hit` on the one with the connector. The second arm repeats cold and miss while four
+other requests decode on the same engine. Targets are medians of the rounds' own ratios, so that what slows
+the machine for a while slows both sides; all raw figures and the medians of each arm are in the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from bench.common import MIN_ROUNDS, VOID_BELOW, at_most, median
+from kvtier.demo import prompts
+from kvtier.demo.engine import BLOCK_TOKENS, Answer, Engine
+from kvtier.demo.pair import Pair, pair
+from kvtier.demo.processes import DemoFailed
+
+PROMPT_TOKENS: Final = 4000
+ANSWER_TOKENS: Final = 4
+OTHERS: Final = 4
+OTHERS_TOKENS: Final = 6000
+OTHERS_READY_S: Final = 60.0
+REFERENCE_COLD_S: Final = 3.5 * PROMPT_TOKENS / 4096
+REFERENCE_HOT_S: Final = 0.06
+"""Of facts/vllm.md. A machine that takes more than twice as long is too busy for these figures."""
+HIT_TARGET: Final = 1.4
+MISS_TARGET: Final = 0.03
+REQUIRED_SHARE: Final = 0.95
+
+Round = dict[str, dict[str, Any]]
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure; see the module."""
+    rounds = max(args.rounds, MIN_ROUNDS)
+    with pair(_say) as both:
+        idle = [_idle_round(both, number) for number in range(rounds)]
+        busy = [_busy_round(both, number) for number in range(rounds)]
+    return {
+        "rounds": rounds,
+        "prompt_tokens": PROMPT_TOKENS,
+        "block_tokens": BLOCK_TOKENS,
+        "targets": {
+            "local hit / engine's own hot": at_most(_ratio(idle, "hit", "hot"), HIT_TARGET),
+            "miss costs, idle engine": at_most(_ratio(idle, "miss", "cold") - 1, MISS_TARGET),
+            "miss costs, four others decoding": at_most(_ratio(busy, "miss", "cold") - 1, MISS_TARGET),
+        },
+        "medians_s": {
+            **{f"idle {name}": _median(idle, name) for name in ("cold", "hot", "miss", "hit")},
+            **{f"busy {name}": _median(busy, name) for name in ("cold", "miss")},
+        },
+        "ratios_of_medians": {
+            "hit / hot": _median(idle, "hit") / _median(idle, "hot"),
+            "miss / cold": _median(idle, "miss") / _median(idle, "cold"),
+            "busy miss / cold": _median(busy, "miss") / _median(busy, "cold"),
+        },
+        "idle": idle,
+        "busy": busy,
+        "void": _void(_median(idle, "cold"), _median(idle, "hot")),
+    }
+
+
+def _idle_round(both: Pair, number: int) -> Round:
+    prompt = prompts.tokens(both.plain.tokenize, seed=1000 + number, count=PROMPT_TOKENS)
+    result: Round = {}
+
+    def plain() -> None:
+        both.plain.reset_prefix_cache()
+        result["cold"] = _ask(both, both.plain, prompt)
+        result["hot"] = _ask(both, both.plain, prompt)
+
+    def connected() -> None:
+        both.connected.reset_prefix_cache()
+        stored = both.node.status().counters.stored_blocks
+        result["miss"] = _ask(both, both.connected, prompt)
+        both.node.wait_stored(stored + PROMPT_TOKENS // BLOCK_TOKENS)
+        both.connected.reset_prefix_cache()
+        result["hit"] = _ask(both, both.connected, prompt)
+
+    for arm in (plain, connected) if number % 2 == 0 else (connected, plain):
+        arm()
+    _judge(result, f"round {number + 1}, idle")
+    return result
+
+
+def _busy_round(both: Pair, number: int) -> Round:
+    prompt = prompts.tokens(both.plain.tokenize, seed=2000 + number, count=PROMPT_TOKENS)
+    arms = [("cold", both.plain), ("miss", both.connected)]
+    result: Round = {}
+    for name, engine in arms if number % 2 == 0 else reversed(arms):
+        with _others(engine):
+            stored = both.node.status().counters.stored_blocks
+            result[name] = _ask(both, engine, prompt)
+            if name == "miss":
+                both.node.wait_stored(stored + PROMPT_TOKENS // BLOCK_TOKENS)
+    _judge(result, f"round {number + 1}, four others")
+    return result
+
+
+def _ask(both: Pair, engine: Engine, prompt: list[int]) -> dict[str, Any]:
+    before = both.node.status().counters.loaded_blocks
+    answer: Answer = engine.complete(prompt, max_tokens=ANSWER_TOKENS)
+    loaded = (both.node.status().counters.loaded_blocks - before) * BLOCK_TOKENS
+    return {
+        "ttft_s": answer.ttft_s,
+        "prompt_tokens": answer.prompt_tokens,
+        "cached_tokens": answer.cached_tokens,
+        "loaded_tokens": loaded,
+    }
+
+
+def _judge(result: Round, what: str) -> None:
+    """Say what was measured; a hit that was none, or a miss that was a hit, ends the run."""
+    for name, figures in result.items():
+        loaded = figures["loaded_tokens"]
+        enough = loaded >= REQUIRED_SHARE * PROMPT_TOKENS if name == "hit" else loaded == 0
+        own = figures["cached_tokens"] - loaded
+        enough = enough and (own >= REQUIRED_SHARE * PROMPT_TOKENS if name == "hot" else own <= 0)
+        if not enough:
+            raise DemoFailed(f"{what}: {name} loaded {loaded} tokens and had {own} of its own: no such arm")
+    texts = (
+        f"{name} {figures['ttft_s']:.3f} s ("
+        + (f"{figures['loaded_tokens']} loaded" if name == "hit" else f"{figures['prompt_tokens']} prompt")
+        + " tokens)"
+        for name, figures in result.items()
+    )
+    _say(f"{what}: {', '.join(texts)}")
+
+
+@contextmanager
+def _others(engine: Engine) -> Iterator[None]:
+    """Four other requests decode on `engine` while the block runs."""
+    stopping = threading.Event()
+    started = threading.Semaphore(0)
+    failures: list[BaseException] = []
+
+    def decode(number: int) -> None:
+        try:
+            prompt = prompts.tokens(engine.tokenize, seed=number, count=64)
+            while not stopping.is_set():
+                with engine.stream(prompt, max_tokens=OTHERS_TOKENS) as chunks:
+                    for index, _ in enumerate(chunks):
+                        if index == 2:
+                            started.release()
+                        if stopping.is_set():
+                            break
+        except BaseException as error:
+            failures.append(error)
+            started.release()
+
+    threads = [threading.Thread(target=decode, args=(number,)) for number in range(OTHERS)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in threads:
+            if not started.acquire(timeout=OTHERS_READY_S):
+                raise DemoFailed("the other requests did not begin to decode")
+        yield
+    finally:
+        stopping.set()
+        for thread in threads:
+            thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _ratio(rounds: list[Round], name: str, base: str) -> float:
+    return median([each[name]["ttft_s"] / each[base]["ttft_s"] for each in rounds])
+
+
+def _median(rounds: list[Round], name: str) -> float:
+    return median([each[name]["ttft_s"] for each in rounds])
+
+
+def _void(cold_s: float, hot_s: float) -> str:
+    for name, value, reference in (("cold", cold_s, REFERENCE_COLD_S), ("hot", hot_s, REFERENCE_HOT_S)):
+        if reference / value < VOID_BELOW:
+            return (
+                f"{name} TTFT is {value:.3f} s, {reference:.3f} s is known: "
+                "the machine is too busy or too slow for these figures"
+            )
+    return ""
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
