@@ -7,12 +7,14 @@ Key schema, version 1
 ---------------------
 Every hash is SHA-256 over a sequence of *fields*; a field is ``tag (1 byte) | length (4 bytes, little
 endian) | value``. Lengths in front and a tag of its own for every field mean that no two different
-sequences give the same bytes.
+sequences give the same bytes. Integers are u64 little endian unless said otherwise, texts UTF-8.
 
 ``root  = H(0x00 "kvtier.root" | 0x01 schema version u32 | 0x02.. the namespace's fields in tag order)``
 ``key_i = H(0x20 key_{i-1} | 0x21 tokens_i as little-endian u32 | 0x22 each extra of block i, in order)``
+``fingerprint = H(0x00 "kvtier.layout" | 0x01 schema version u32 | 0x02.. the layout's fields in tag order)``
 
-Test vectors: `tests/vectors/keys.json`, reproduced there by a second implementation.
+Tag order is the order of the fields in `Namespace` and `Layout` below. Test
+vectors: `tests/vectors/keys.json`, reproduced by a second implementation in `tests/reference_keys.py`.
 """
 
 from __future__ import annotations
