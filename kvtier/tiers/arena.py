@@ -9,7 +9,6 @@ names and locks, and how an engine maps an arena safely, are told in `leftovers.
 from __future__ import annotations
 
 import asyncio
-import errno
 import mmap
 import os
 import threading
@@ -21,10 +20,10 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from kvtier import logs, machine
+from kvtier import logs
 from kvtier.errors import ConfigError, ResourceShortage, TierFault
 from kvtier.interfaces import Tier, TierTraits
-from kvtier.tiers import leftovers, shm
+from kvtier.tiers import leftovers, shm, shortage
 from kvtier.tiers.leftovers import OldArena
 from kvtier.types import PAGE_SIZE_BYTES, Slot, TierKind
 
@@ -34,7 +33,6 @@ Progress = Callable[[int, int], object]
 GROW_STEP_BYTES: Final = 1 << 30
 """One background step allocates at most so much before `grow` reports it (one extent at least)."""
 _INLINE_COPY_BYTES: Final = 256 << 10
-_GIB: Final = 1 << 30
 
 _log = logs.get("arena")
 
@@ -259,12 +257,12 @@ class Arena(Tier):
                 _log.info("removed the arena of a dead daemon", path=str(path))
             self._deadline_s = self._clock_s() + self._deadline_after_s
             wanted_bytes = self._room_bytes()
-            self._check_machine(wanted_bytes)
+            shortage.check(self._capacity_bytes, wanted_bytes, self._shm_dir)
             progress(0, wanted_bytes)
             self._create()
             self._extend(wanted_bytes, progress)
         except OSError as error:
-            raise ResourceShortage(self._shortage(error)) from error
+            raise ResourceShortage(shortage.explain(error, self._capacity_bytes, self._shm_dir)) from error
 
     def _create(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -307,7 +305,10 @@ class Arena(Tier):
         except OSError as error:
             self._give_back()
             if not self._complained:
-                _log.warning("the arena cannot grow now and tries again", error=self._shortage(error))
+                _log.warning(
+                    "the arena cannot grow now and tries again",
+                    error=shortage.explain(error, self._capacity_bytes, self._shm_dir),
+                )
             self._complained = True
         else:
             self._complained = False
@@ -363,31 +364,6 @@ class Arena(Tier):
         if self._owner_fd is not None:
             leftovers.disown(self._shm_dir, self._node_id, self._owner_fd)
             self._owner_fd = None
-
-    def _check_machine(self, wanted_bytes: int) -> None:
-        """Say what is missing before anything is taken."""
-        total, available = machine.memory_total_bytes(), machine.memory_available_bytes()
-        free = machine.free_bytes(self._shm_dir)
-        name = f"dram_bytes is {self._capacity_bytes} ({self._capacity_bytes / _GIB:.2f} GiB)"
-        lower = "lower dram_bytes or set it to 'auto'"
-        if self._capacity_bytes > total:
-            raise ResourceShortage(f"{name}, but there are only {total} bytes of memory: {lower}")
-        if wanted_bytes > available:
-            raise ResourceShortage(f"{name}, but only {available} bytes of memory are available: {lower}")
-        if wanted_bytes > free:
-            raise ResourceShortage(
-                f"{name}, but only {free} bytes are free in {self._shm_dir}: {lower}, or enlarge it"
-            )
-
-    def _shortage(self, error: OSError) -> str:
-        causes = {
-            errno.ENOSPC: f"{self._shm_dir} is full: lower dram_bytes or enlarge it",
-            errno.EFBIG: "the limit on file sizes is lower: raise it (ulimit -f) or lower dram_bytes",
-            errno.ENOMEM: "memory or address space does not suffice: raise ulimit -v or lower dram_bytes",
-            errno.EFAULT: "the machine ran out of memory: lower dram_bytes",
-        }
-        cause = causes.get(error.errno or 0, f"{self.path} cannot be made in shm_dir")
-        return f"dram_bytes is {self._capacity_bytes}, but {cause} ({error})"
 
 
 def _copy_all(pairs: list[tuple[memoryview, memoryview]]) -> None:
