@@ -151,7 +151,8 @@ class Forest:
         if block.guards:
             extent.guarded += 1
         self._attach(block, parent)
-        self._mark_below(block, orphan=False)
+        if block.first_child is not None:
+            self._mark_below(block, orphan=False)
         self.guard(block)
         extent.pool.tier.reserved_bytes += shape.slot_bytes  # type: ignore[union-attr]
         return block
@@ -192,7 +193,8 @@ class Forest:
         block.state = GHOST
         block.orphan = False
         block.checksum = b""
-        self._mark_below(block, orphan=True)
+        if block.first_child is not None:
+            self._mark_below(block, orphan=True)
         self._refresh(block)
         return extent, index
 

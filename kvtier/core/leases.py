@@ -45,7 +45,9 @@ class Hold:
 
 @dataclass(slots=True, eq=False)
 class PinEntry:
-    """For each shard the deepest pinned block; `key` is the deepest of all."""
+    """For each shard the deepest pinned block, and where blocks were lost also the one above; `key` is
+    the deepest of all.
+    """
 
     key: Key
     deepest: list[Block]
@@ -229,10 +231,17 @@ class Leases:
             del self.expired[lease_id]
 
     def block_lost(self, block: Block) -> None:
-        """A block turned out corrupt: no lease on it is valid any more."""
+        """A block turned out corrupt: no lease on it is valid any more. Pins go on above and below it."""
         for lease in self.leases.values():
             if lease.valid and block.id.shard == lease.blocks[0].id.shard and block in lease.blocks:
                 lease.valid = False
+        above = block.parent
+        if above is not None and block in self.pin_ledger.counts:
+            for entry in self.pins.values():
+                if any(_continues(pinned, block) for pinned in entry.deepest):
+                    entry.deepest.append(above)
+                    self._residency.guard(above)
+                    self.pin_ledger.add(above)
 
     def _uncharge(self, hold: Hold) -> None:
         for block in hold.deepest.values():
@@ -296,3 +305,10 @@ class Leases:
         for block in self.pins.pop(pin).deepest:
             self.pin_ledger.remove(block)
             self._residency.unguard(block)
+
+
+def _continues(block: Block, ancestor: Block) -> bool:
+    at: Block | None = block
+    while at is not None and at is not ancestor:
+        at = at.parent
+    return at is ancestor

@@ -46,11 +46,11 @@ class Reservations:
 
     def reserve(self, event: Reserve, reservation: int, engine: Engine, now_s: float) -> Reserved:
         """Slots for the keys that are missing, as far as there is room, under the id `reservation`."""
-        parent = self._validate(event, engine)
         residency = self._residency
+        known = list(map(residency.shards.get(event.shard, {}).get, event.keys))
+        parent = self._validate(event, known, engine)
         tier = next(iter(residency.tiers.values()))
         pool = tier.pool(engine.shape.slot_bytes)
-        known = [residency.get(key, event.shard) for key in event.keys]
         missing = sum(block is None or block.state == GHOST for block in known)
         guarded = self._guard_chain(parent, known)
         granted = min(missing, self._allowance(engine, tier))
@@ -67,7 +67,7 @@ class Reservations:
         self._counters.refused_blocks += states.count(ReserveState.REFUSED)
         return Reserved(reservation if entry.pending else 0, states, slots, self._config.reservation_ttl_s)
 
-    def _validate(self, event: Reserve, engine: Engine) -> Block | None:
+    def _validate(self, event: Reserve, known: Sequence[Block | None], engine: Engine) -> Block | None:
         if len(set(event.keys)) != len(event.keys) or event.parent in event.keys:
             raise InvalidRequest("a key occurs twice: keys are a chain, each the parent of the next")
         parent: Block | None = None
@@ -80,8 +80,7 @@ class Reservations:
             if parent.shape.fingerprint != engine.shape.fingerprint:
                 raise Conflict("parent was stored with another layout: the namespace must hold the layout")
         above = event.parent
-        for key in event.keys:
-            block = self._residency.get(key, event.shard)
+        for key, block in zip(event.keys, known, strict=True):
             if block is not None and block.state != GHOST:
                 if (None if block.parent is None else block.parent.id.key) != above:
                     raise Conflict(

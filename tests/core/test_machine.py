@@ -51,6 +51,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.visible: dict[tuple[int, Key], Key | None] = {}  # (shard, key) -> parent
         self.reservations: dict[int, tuple[str, int, dict[Key, Key | None], float]] = {}
         self.leases: dict[int, tuple[str, int, list[Key], float]] = {}
+        self.invalid: set[int] = set()
         self.verifies: list[m.Verify] = []
         self.drops: list[m.Drop] = []
         self.last: tuple[m.Event, m.Action] | None = None
@@ -82,6 +83,9 @@ class CoreMachine(RuleBasedStateMachine):
                 case m.Lost():
                     for block in action.blocks:
                         del self.visible[block.shard, block.key]
+                        self.invalid |= {
+                            n for n, v in self.leases.items() if block.shard == v[1] and block.key in v[2]
+                        }
                 case _:
                     reply = action
         if reply is not None and getattr(event, "call_id", None) is not None:
@@ -296,6 +300,8 @@ class CoreMachine(RuleBasedStateMachine):
         wrong = keys[:1] if corrupt else []
         reply = self.do(m.Release(self.call_id(), engine, number, None, wrong, shard))
         assert isinstance(reply, m.Released)
+        if number in self.invalid:
+            assert not reply.valid
         if reply.valid:
             assert self.now_s < deadline_s
             assert all((shard, key) in self.visible for key in keys), "valid, and yet something went"
@@ -394,8 +400,8 @@ class CoreMachine(RuleBasedStateMachine):
         for shard, key in here:
             parent = self.visible[shard, key]
             assert parent is None or (shard, parent) not in gone, "a block went before one that continues it"
-        for _, shard, keys, deadline_s in self.leases.values():
-            if self.now_s < deadline_s:
+        for number, (_, shard, keys, deadline_s) in self.leases.items():
+            if self.now_s < deadline_s and number not in self.invalid:
                 assert not gone & {(shard, key) for key in keys}, "a leased block went"
         for verify in self.verifies:
             assert (verify.block.shard, verify.block.key) not in gone, "a block went that is being verified"

@@ -324,6 +324,23 @@ def test_a_corrupt_block_can_be_stored_again_and_its_descendants_come_back() -> 
     assert w.tier().pinned_bytes == 0
 
 
+@pytest.mark.parametrize("position", [1, 2, 3])
+def test_a_pin_still_protects_what_stands_above_a_lost_block(position: int) -> None:
+    w = World(slots=8)
+    keys = chain("a", 4)
+    w.store(keys)
+    w.pin(keys)
+    (verify,) = _report(w, keys, [keys[position]])
+    w.do(m.Verified(verify.verify, intact=False))
+    w.store(chain("b", 8))
+    assert w.match(keys) == position
+    assert w.store(keys).count(G) == 1
+    assert w.tier().pinned_bytes == 4 * PAGE
+    w.tick(61)
+    assert w.tier().pinned_bytes == 0
+    assert w.evict(keys).kept == 0
+
+
 def test_a_block_is_verified_once_at_a_time_and_so_many_at_all() -> None:
     w = World(max_verifies=2)
     keys = chain("a", 4)
