@@ -1,0 +1,80 @@
+"""What an operator asks a node. Unlike an engine's calls these raise: a person wants to know."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, Final, Self
+
+from kvtier.client import forks
+from kvtier.client.stub import Wire
+from kvtier.types import Key, pack_keys
+from kvtier.v1 import admin_pb2 as pb
+
+CALL_ID_BYTES: Final = 16
+DEFAULT_TIMEOUT_S: Final = 5.0
+
+
+class AdminClient:
+    """Blocking, thread-safe; connects with the first call.
+
+    Every method raises from `kvtier.errors`: `Unavailable` where no daemon answers on the socket,
+    `DeadlineExceeded` after `timeout_s`, `InvalidRequest` for keys of a wrong length.
+
+    Parameters
+    ----------
+    socket_path
+        The daemon's Unix socket.
+    timeout_s
+        Deadline of each call.
+    """
+
+    def __init__(self, socket_path: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self._wire = Wire(socket_path)
+        self._timeout_s = timeout_s
+        forks.watch(self._wire)
+
+    def status(self) -> pb.GetStatusResponse:
+        """Tiers, engines and counters of the node."""
+        return self._call("GetStatus", pb.GetStatusRequest())  # type: ignore[no-any-return]
+
+    def lookup_prefix(self, keys: Sequence[Key]) -> pb.LookupPrefixResponse:
+        """Every place of every block of the prefix."""
+        return self._call("LookupPrefix", pb.LookupPrefixRequest(keys=pack_keys(keys)))  # type: ignore[no-any-return]
+
+    def evict_prefix(self, keys: Sequence[Key]) -> pb.EvictPrefixResponse:
+        """Drop these blocks and all that continue them; leased and pinned ones stay."""
+        request = pb.EvictPrefixRequest(call_id=new_call_id(), keys=pack_keys(keys))
+        return self._call("EvictPrefix", request)  # type: ignore[no-any-return]
+
+    def pin_prefix(self, keys: Sequence[Key], ttl_s: float) -> pb.PinPrefixResponse:
+        """Protect the leading blocks that are here for `ttl_s` seconds."""
+        request = pb.PinPrefixRequest(call_id=new_call_id(), keys=pack_keys(keys), ttl_s=ttl_s)
+        return self._call("PinPrefix", request)  # type: ignore[no-any-return]
+
+    def unpin_prefix(self, keys: Sequence[Key] = (), *, pin_id: int = 0) -> pb.UnpinPrefixResponse:
+        """End one pin, or every pin whose deepest block is ``keys[-1]``."""
+        request = pb.UnpinPrefixRequest(call_id=new_call_id())
+        if pin_id:
+            request.pin_id = pin_id
+        else:
+            request.keys = pack_keys(keys)
+        return self._call("UnpinPrefix", request)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Disconnect; idempotent."""
+        self._wire.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, method: str, request: Any) -> Any:
+        return self._wire.call(method, request, self._timeout_s, admin=True)
+
+
+def new_call_id() -> bytes:
+    """16 random bytes: a repeat of one call carries the same ones."""
+    return secrets.token_bytes(CALL_ID_BYTES)

@@ -1,0 +1,184 @@
+"""One load: lease, copy, verify, release. Loaded is only what the release answered valid."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvtier.client.admin import new_call_id
+from kvtier.client.copies import checksum, groups
+from kvtier.client.mapping import ArenaMapping
+from kvtier.client.pages import Pages
+from kvtier.client.parallel import Workers
+from kvtier.client.results import BUDGET, CORRUPT, EXPIRED, MISSING, reason_of
+from kvtier.client.session import Link, Session
+from kvtier.client.stub import Deadline
+from kvtier.errors import KvtierError, TierFault
+from kvtier.types import CHECKSUM_SIZE_BYTES, Key, pack_keys
+from kvtier.v1 import engine_pb2 as pb
+
+SAMPLE_EVERY_BLOCKS: Final = 32
+"""`verify_loads=sample` checks one block, drawn at random, of each so many."""
+RELEASE_TIMEOUT_S: Final = 0.05
+"""A release may take so long even where the copy has used up the budget."""
+
+
+class LoadRun:
+    """See the module. Used once, by one thread; the arena stays mapped meanwhile.
+
+    Attributes
+    ----------
+    reason
+        After `run`: why not all keys were loaded.
+    corrupt
+        After `run`: how many blocks did not have their checksum.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        session: Session,
+        arena: ArenaMapping,
+        pages: Pages,
+        keys: Sequence[Key],
+        block_ids: Sequence[int],
+        verify: str,
+        workers: Workers,
+    ) -> None:
+        self.reason = ""
+        self.corrupt: list[Key] = []
+        self._link = link
+        self._session = session
+        self._arena = arena
+        self._pages = pages
+        self._keys = keys
+        self._ids = block_ids
+        self._verified = _choose(len(keys), verify)
+        self._workers = workers
+        self._lease = 0
+        self._received = 0
+        self._copied = 0
+
+    def run(self, request_id: str, shard: int, deadline: Deadline, call_timeout_s: float) -> int:
+        """Returns how many leading blocks are in place, 0 on any doubt."""
+        try:
+            self._receive(request_id, shard, deadline)
+        except KvtierError as error:
+            if self._copied and deadline.is_over():  # the copy took the time, not the node
+                self.reason = BUDGET
+            else:
+                self._link.failed(self._session, error)
+                self.reason = reason_of(error)
+        if not self._lease:
+            self.reason = self.reason or MISSING
+            return 0
+        loaded = self._copied if self._release(deadline, call_timeout_s) else 0
+        if not self.reason and loaded < len(self._keys):
+            self.reason = MISSING
+        return loaded
+
+    def _receive(self, request_id: str, shard: int, deadline: Deadline) -> None:
+        request = pb.LoadRequest(
+            call_id=new_call_id(),
+            engine_id=self._session.engine_id,
+            request_id=request_id,
+            keys=pack_keys(self._keys),
+            shard=shard,
+        )
+        # A stream keeps its deadline to the end: the copies between its messages are cut below instead.
+        stream = self._link.wire.stream("Load", request, deadline.timeout_s(math.inf))
+        with contextlib.closing(stream):
+            for message in stream:
+                self._link.answered()
+                offsets = self._accept(message)
+                goes_on = not offsets or self._copy(offsets, message.checksums, deadline)
+                if self._received == len(self._keys):
+                    # All is here. Take the status, so that leaving does not look like a cancelled call.
+                    with contextlib.suppress(KvtierError):
+                        next(stream, None)
+                    return
+                if not goes_on:
+                    return
+
+    def _accept(self, message: pb.LoadResponse) -> list[int]:
+        """The slots of a message that is what it has to be; raises `TierFault` before anything is touched."""
+        count = len(message.slots) // 8
+        if (
+            len(message.slots) != 8 * count
+            or len(message.checksums) != CHECKSUM_SIZE_BYTES * count
+            or message.first != self._received
+            or self._received + count > len(self._keys)
+            or (self._lease and message.lease_id != self._lease)
+            or (count and not message.lease_id)
+        ):
+            raise TierFault("the node's answer to a load is malformed: nothing more was loaded")
+        self._lease = message.lease_id
+        offsets: list[int] = np.frombuffer(message.slots, "<u8").tolist()
+        self._link.check_slots(self._session, self._arena, offsets)
+        self._received += count
+        return offsets
+
+    def _copy(self, offsets: list[int], checksums: bytes, deadline: Deadline) -> bool:
+        """Copy a message's blocks; False where the load ends here."""
+        first = self._copied
+        block_bytes = self._pages.layout.block_bytes
+        copier = self._pages.copier
+
+        def copy(begin: int, end: int) -> int:
+            """Returns how many are good."""
+            copier.to_pages(self._arena, offsets[begin:end], self._ids[first + begin : first + end])
+            for i in range(begin, end):
+                if (
+                    first + i in self._verified
+                    and checksum(self._arena, offsets[i], block_bytes)
+                    != checksums[CHECKSUM_SIZE_BYTES * i : CHECKSUM_SIZE_BYTES * (i + 1)]
+                ):
+                    self.corrupt.append(self._keys[first + i])
+                    return i - begin
+            return end - begin
+
+        parts = list(groups(len(offsets), block_bytes, copier.load_group_bytes))
+        for wave in self._workers.waves(parts):
+            if deadline.is_over():
+                self.reason = BUDGET
+                return False
+            for (begin, end), good in zip(wave, self._workers.map(copy, wave), strict=True):
+                self._copied += good
+                if good < end - begin:
+                    self.reason = CORRUPT
+                    return False
+        return True
+
+    def _release(self, deadline: Deadline, call_timeout_s: float) -> bool:
+        request = pb.ReleaseRequest(
+            call_id=new_call_id(),
+            engine_id=self._session.engine_id,
+            lease_id=self._lease,
+            corrupt_keys=pack_keys(self.corrupt),
+        )
+        timeout_s = min(call_timeout_s, max(deadline.left_s(), RELEASE_TIMEOUT_S))
+        try:
+            reply = self._link.call(self._session, "Release", request, Deadline(timeout_s), timeout_s)
+        except KvtierError as error:
+            self.reason = reason_of(error)
+            return False
+        if not reply.valid:
+            self.reason = self.reason or EXPIRED
+        return bool(reply.valid)
+
+
+def _choose(count: int, verify: str) -> range | frozenset[int]:
+    """Which blocks of a load are verified."""
+    if verify == "off":
+        return range(0)
+    if verify == "all":
+        return range(count)
+    return frozenset(
+        random.randrange(begin, min(count, begin + SAMPLE_EVERY_BLOCKS))
+        for begin in range(0, count, SAMPLE_EVERY_BLOCKS)
+    )
