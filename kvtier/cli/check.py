@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+from rich.text import Text
 
 from kvtier import machine
 from kvtier.cli import output
@@ -24,7 +25,7 @@ from kvtier.errors import KvtierError
 from kvtier.v1 import admin_pb2 as pb
 
 PROBE_TIMEOUT_S: Final = 90.0
-_STYLES: Final = {OK: "[green]ok[/]", DEGRADED: "[yellow]degraded[/]", MISSING: "[red]missing[/]"}
+_COLOURS: Final = {OK: "green", DEGRADED: "yellow", MISSING: "red"}
 
 
 def check(
@@ -60,7 +61,7 @@ def check(
             "what works here",
             ["what", "state", "why", "what to do"],
             [
-                [each["name"], _STYLES[each["state"]], _plain(each["why"]), _plain(each["todo"])]
+                [each["name"], Text(each["state"], _COLOURS[each["state"]]), each["why"], each["todo"]]
                 for each in found
             ],
         )
@@ -214,7 +215,3 @@ def _probe(name: str, timeout_s: float = PROBE_TIMEOUT_S) -> list[Finding]:
         why = f"the probe ended with status {done.returncode}: {' '.join(last)}"
         return [finding(name, MISSING, why, "run it alone: " + " ".join(command))]
     return found
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 from pydantic_core import PydanticUndefined
 
+from kvtier.client import AdminClient
 from kvtier.config import Config
+from kvtier.errors import DeadlineExceeded, Unavailable
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", help="TOML file with any of the daemon's options. [env: KVTIER_CONFIG]"),
+    typer.Option("--config", help="TOML file with any of the daemon's options. (env KVTIER_CONFIG)"),
 ]
 Socket = Annotated[
-    str | None, typer.Option("--socket", help="Unix socket of the daemon. [env: KVTIER_SOCKET]")
+    str | None, typer.Option("--socket", help="Unix socket of the daemon. (env KVTIER_SOCKET)")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of tables.")]
 
 
-def socket_path(config: Path | None, socket: str | None) -> str:
-    """Where the daemon listens; raises `ConfigError`."""
-    return str(Config.load(config, socket=socket).socket)
+@contextmanager
+def daemon(config: Path | None, socket: str | None) -> Iterator[AdminClient]:
+    """A client of the daemon that is meant; raises `ConfigError`, and in the block what the client raises."""
+    path = Config.load(config, socket=socket).socket
+    with AdminClient(str(path)) as client:
+        try:
+            yield client
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"the daemon on {path} does not answer: {error}") from error
+        except Unavailable as error:
+            why = f" ({error})" if path.exists() else ""
+            raise Unavailable(
+                f"no daemon on {path}{why}: start it with `kvtier serve`, or name its socket with --socket"
+            ) from error
 
 
 def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -68,7 +82,7 @@ def _option(name: str) -> Any:
     )
     return typer.Option(
         f"--{name.replace('_', '-')}",
-        help=f"{description[:1].upper()}{description[1:]}. [env: KVTIER_{name.upper()}{default}]",
+        help=f"{description[:1].upper()}{description[1:]}. (env KVTIER_{name.upper()}{default})",
         show_default=False,
         metavar="TEXT",
     )

@@ -12,6 +12,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from kvtier import errors
 
@@ -57,15 +58,17 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: int = 0) -> None:
-    """A table on stdout; the last `right` columns are aligned to the right. Cells are plain text."""
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, right: int = 0
+) -> None:
+    """A table on stdout, its last `right` columns aligned to the right; brackets in texts are plain."""
     table = Table(title=escape(title), title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
         table.add_column(
             column, justify="right" if index >= len(columns) - right else "left", overflow="fold"
         )
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
     console().print(table)
 
 

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli import output
-from kvtier.cli.options import AsJson, ConfigFile, Socket, socket_path
-from kvtier.client import AdminClient
+from kvtier.cli.options import AsJson, ConfigFile, Socket, daemon
 from kvtier.errors import InvalidRequest
 from kvtier.types import KEY_SIZE_BYTES, Key, TierKind
 
@@ -34,7 +33,7 @@ def lookup(
 ) -> None:
     """Show how many leading blocks of a prefix are here, and where. Exit code 1: not even the first."""
     chain = read_keys(keys, keys_file)
-    with AdminClient(socket_path(config, socket)) as client:
+    with daemon(config, socket) as client:
         answer = client.lookup_prefix(chain)
     places = [
         {
@@ -77,7 +76,7 @@ def pin(
 ) -> None:
     """Protect a prefix from eviction for a time. Exit code 1: none of its blocks is here."""
     chain = read_keys(keys, keys_file)
-    with AdminClient(socket_path(config, socket)) as client:
+    with daemon(config, socket) as client:
         answer = client.pin_prefix(chain, ttl_s)
     if as_json:
         output.print_json(
@@ -107,7 +106,7 @@ def unpin(
     if pin_id is not None and (keys or keys_file):
         raise InvalidRequest("give --pin-id or keys, not both")
     chain = [] if pin_id is not None else read_keys(keys, keys_file)
-    with AdminClient(socket_path(config, socket)) as client:
+    with daemon(config, socket) as client:
         answer = client.unpin_prefix(pin_id=pin_id) if pin_id is not None else client.unpin_prefix(chain)
     if as_json:
         output.print_json({"unpinned": answer.unpinned})
@@ -126,7 +125,7 @@ def evict(
 ) -> None:
     """Drop blocks and all that continue them, except leased and pinned ones. Exit code 1: none dropped."""
     chain = read_keys(keys, keys_file)
-    with AdminClient(socket_path(config, socket)) as client:
+    with daemon(config, socket) as client:
         answer = client.evict_prefix(chain)
     if as_json:
         output.print_json({"evicted": answer.evicted, "kept": answer.kept})
@@ -158,7 +157,7 @@ def _key(number: int, text: str) -> Key:
         key = bytes.fromhex(text)
     except ValueError:
         key = b""
-    if len(key) != KEY_SIZE_BYTES:
+    if len(key) != KEY_SIZE_BYTES or len(text) != 2 * KEY_SIZE_BYTES:
         raise InvalidRequest(
             f"key {number} is not {2 * KEY_SIZE_BYTES} hex digits (it has {len(text)} characters)"
         )

@@ -7,8 +7,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from kvtier.cli import output
-from kvtier.cli.options import AsJson, ConfigFile, Socket, socket_path
-from kvtier.client import AdminClient
+from kvtier.cli.options import AsJson, ConfigFile, Socket, daemon
 from kvtier.v1 import admin_pb2 as pb
 
 _BYTES_OF_A_TIER = (
@@ -26,7 +25,7 @@ _BYTES_OF_A_TIER = (
 
 def status(*, config: ConfigFile = None, socket: Socket = None, as_json: AsJson = False) -> None:
     """Show the daemon of this node: tiers, engines, counters, notices."""
-    with AdminClient(socket_path(config, socket)) as client:
+    with daemon(config, socket) as client:
         answer = client.status()
     if as_json:
         output.print_json(status_json(answer))

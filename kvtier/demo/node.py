@@ -66,7 +66,7 @@ class NodeProcess:
 
     def _is_ready(self) -> bool:
         # stdout and stderr share the file: the readiness is the one object that is no log line
-        for text in self.process.log.read_text().split("\n{\n")[1:]:
+        for text in f"\n{self.process.tail()}".split("\n{\n")[1:]:
             try:
                 self.readiness, _ = json.JSONDecoder().raw_decode("{" + text)
             except ValueError:

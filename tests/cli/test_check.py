@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli import check
+from kvtier.cli.probes import DEGRADED, MISSING, OK, PROBES, Finding
+from kvtier.config import Config
+from kvtier.demo.node import NodeProcess
+from tests.cli.conftest import Kvtier
+
+
+def config(directory: Path, **values: object) -> Config:
+    settings = {
+        "data_dir": directory / "data",
+        "run_dir": directory / "run",
+        "dram_bytes": 64 << 20,
+        "metrics_port": 0,
+    }
+    return Config(**{**settings, **values})
+
+
+def found(settings: Config) -> dict[str, Finding]:
+    return {each["name"].split(" /")[0]: each for each in check.local_findings(settings)}
+
+
+def test_a_machine_that_is_fine(short_dir: Path) -> None:
+    findings = found(config(short_dir))
+    for name in ("shared memory", "memory", "data_dir", "run_dir", "metrics port"):
+        assert findings[name]["state"] == OK, findings[name]
+    assert findings["daemon"]["state"] == MISSING
+    assert findings["daemon"]["todo"] == "kvtier serve"
+    assert not findings["daemon"]["needed"]
+
+
+def test_a_running_daemon_is_seen_and_its_port_is_no_fault(node: NodeProcess) -> None:
+    port = int(node.readiness["metrics_address"].rpartition(":")[2])
+    findings = found(config(node.socket.parent.parent, socket=node.socket, metrics_port=port))
+    assert findings["daemon"]["state"] == OK
+    assert findings["metrics port"]["state"] == OK
+    assert "the daemon has 16 MiB" in findings["shared memory"]["why"]
+
+
+def test_too_little_memory(short_dir: Path) -> None:
+    findings = found(config(short_dir, dram_bytes=1 << 49))
+    for name in ("shared memory", "memory"):
+        assert findings[name]["state"] == MISSING
+        assert findings[name]["needed"]
+        assert "KVTIER_DRAM_BYTES" in findings[name]["todo"]
+    assert findings["memlock"]["state"] in (OK, DEGRADED)  # unlimited here or not
+
+
+def test_shared_memory_on_a_disk_or_nowhere(short_dir: Path) -> None:
+    assert found(config(short_dir, shm_dir="/proc/self"))["shared memory"]["state"] in (DEGRADED, MISSING)
+    nowhere = found(config(short_dir, shm_dir=short_dir / "none"))["shared memory"]
+    assert (nowhere["state"], nowhere["needed"]) == (MISSING, True)
+
+
+def test_directories_that_cannot_be_made(short_dir: Path) -> None:
+    (short_dir / "file").write_text("")
+    finding = found(config(short_dir, data_dir=short_dir / "file" / "data"))["data_dir"]
+    assert (finding["state"], finding["needed"]) == (MISSING, True)
+
+
+def test_a_port_in_use_and_metrics_off(short_dir: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        finding = found(config(short_dir, metrics_port=taken.getsockname()[1]))["metrics port"]
+    assert (finding["state"], finding["needed"]) == (MISSING, True)
+    assert found(config(short_dir, metrics_port=-1))["metrics port"]["state"] == DEGRADED
+
+
+def test_file_systems() -> None:
+    assert check._filesystem(Path("/proc/self")) == "proc"
+    assert check._filesystem(Path("/dev/shm")) == "tmpfs"
+
+
+@pytest.mark.parametrize("name", ["nixl", "gpu", "index"])
+def test_probes_answer(name: str) -> None:
+    for finding in check._probe(name):
+        assert finding["state"] in (OK, DEGRADED, MISSING)
+        assert finding["why"]
+        assert finding["todo"] or finding["state"] == OK
+
+
+def test_a_probe_that_fails_or_hangs_is_a_finding() -> None:
+    (failed,) = check._probe("no such probe")
+    assert failed["state"] == MISSING
+    assert "KeyError" in failed["why"]
+    (slow,) = check._probe("nixl", timeout_s=0.001)
+    assert slow["state"] == MISSING
+    assert "did not end" in slow["why"]
+
+
+def test_the_command(kvtier: Kvtier, node: NodeProcess) -> None:
+    skipped = [word for name in PROBES if name != "gpu" for word in ("--skip", name)]
+    environment = {
+        "KVTIER_SOCKET": str(node.socket),
+        "KVTIER_DATA_DIR": str(node.socket.parent.parent / "data"),
+        "KVTIER_RUN_DIR": str(node.socket.parent),
+        "KVTIER_DRAM_BYTES": "64MiB",
+    }
+    done = kvtier("check", "--json", *skipped, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"]
+    assert {"shared memory", "memlock", "daemon", "cuda", "gds"} <= {
+        each["name"] for each in report["checks"]
+    }
+    bad = kvtier("check", *skipped, **{**environment, "KVTIER_SHM_DIR": "/nowhere"})
+    assert bad.returncode == 1
+    assert "KVTIER_SHM_DIR" in bad.stdout
+
+
+def test_what_foreign_libraries_print_stays_off_stdout() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier.cli.probes", "nixl"], capture_output=True, check=True
+    )
+    assert isinstance(json.loads(done.stdout), list)
