@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import vllm
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+Verify = Literal["off", "sample", "all"]
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -105,7 +107,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             lookup_timeout_s=settings.lookup_timeout_s,
             call_timeout_s=settings.call_timeout_s,
             load_floor_s=settings.load_floor_s,
-            verify_loads=settings.verify_loads or None,
+            verify_loads=cast(Verify, settings.verify_loads) or None,
         )
 
     # -- worker ----------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from kvtier_vllm.settings import Settings
 
 logger = logging.getLogger("vllm.kvtier")
 
-UNREACHABLE: Final = "unreachable"
-"""`Offer.reason` where the node did not answer."""
+SILENT: Final = frozenset({"unreachable", "deadline"})
+"""`Offer.reason`, and why a copy failed, where the node did not answer."""
 RENEW_AFTER_S: Final = 10.0
 """An offer that has not been used by then is asked for again: a hold ends after a time."""
 STALE_AFTER_S: Final = 25.0
@@ -53,7 +53,7 @@ class NoOffer:
 
     blocks: int = 0
     estimate_s: float = 0.0
-    reason: str = UNREACHABLE
+    reason: str = "unreachable"
 
 
 NOTHING: Final = NoOffer()
@@ -145,7 +145,7 @@ class Lookups:
             if only_keys:
                 return NOTHING
             offer = self._client.lookup(hold_id(self._engine_id, prompt.request_id), prompt.keys)
-            self.trusted = offer.reason != UNREACHABLE
+            self.trusted = offer.reason not in SILENT
             return offer
         except Exception:
             logger.exception("kvtier: a lookup failed; it counts as a miss")

@@ -21,6 +21,7 @@ import torch
 
 from kvtier.types import Key, Layout
 from kvtier_vllm.lane import Job, Lane
+from kvtier_vllm.lookups import SILENT
 from kvtier_vllm.metadata import (
     Handshake,
     LoadOrder,
@@ -37,8 +38,6 @@ logger = logging.getLogger("vllm.kvtier")
 IDLE_WAIT_S: Final = 0.001
 """A step that computes nothing waits this long for a copy, instead of taking the GIL from it."""
 CLOSE_TIMEOUT_S: Final = 5.0
-HOPELESS: Final = frozenset({"unreachable", "deadline"})
-"""Why a copy failed, where the node does not answer: what waits behind it is dropped."""
 
 
 class CopyClient(Protocol):
@@ -257,7 +256,7 @@ class WorkerSide:
                 len(order.keys),
                 result.failed_reason,
             )
-        if result.loaded == 0 and result.failed_reason in HOPELESS:
+        if result.loaded == 0 and result.failed_reason in SILENT:
             # Those behind it would wait for the same node, one deadline after the other.
             self._load_lane.drop(lambda _: True)
         return int(result.loaded)
@@ -273,7 +272,7 @@ class WorkerSide:
             stop=job.stop,
             timeout_s=self._settings.save_timeout_s,
         )
-        if result.reason in HOPELESS:
+        if result.reason in SILENT:
             self._save_lane.drop(lambda _: True)
         return int(result.committed)
 

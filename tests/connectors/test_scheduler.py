@@ -261,7 +261,7 @@ def test_the_wait_of_an_idle_engine_ends_with_the_lookups_deadline(
 
 
 def test_an_engine_whose_node_is_silent_does_not_wait_again(side: SchedulerSide, node: ScriptedNode) -> None:
-    node.reason = module.UNREACHABLE
+    node.reason = "deadline"
     first = request("a")
     side.on_new_request(first)
     assert side.matched_tokens(first, 0) == (0, False)
