@@ -26,6 +26,8 @@ from kvtier.v1 import engine_pb2 as pb
 STORE_TIMEOUT_S: Final = 30.0
 STORE_ROUND_BYTES: Final = 512 << 20
 """A longer store is committed in rounds of so many bytes: visible sooner, and within an engine's share."""
+PREPARE_TIMEOUT_S: Final = 10.0
+PREPARE_POLL_S: Final = 0.002
 MAX_ESTIMATES: Final = 4096
 """Offers whose estimate is remembered until the load."""
 ASSUMED_BYTES_PER_S: Final = 1e9
@@ -103,6 +105,24 @@ class EngineClient:
         self._estimates: OrderedDict[str, float] = OrderedDict()
         self._estimates_lock = threading.Lock()
         forks.watch(self)
+
+    def prepare(self, timeout_s: float = PREPARE_TIMEOUT_S) -> bool:
+        """Register and map the arena before the first load or store has to; nobody needs to call it.
+
+        Returns
+        -------
+        bool
+            Whether all is ready; False after `timeout_s` or without a node, which is no reason to wait.
+        """
+        deadline = Deadline(timeout_s)
+        try:
+            arena = self._link.arena(self._link.session(deadline))
+        except KvtierError as error:
+            self._fault("prepare", error)
+            return False
+        while not (arena.is_populated or deadline.is_over()):
+            time.sleep(PREPARE_POLL_S)
+        return arena.is_populated
 
     def lookup(self, request_id: str, keys: Sequence[Key], shard_count: int = 1) -> Offer:
         """How many leading blocks can be loaded; holds them for `request_id` until load, release or TTL.

@@ -148,8 +148,16 @@ class ArenaMapping:
             for on_end in ended:
                 on_end()
 
+    @property
+    def is_populated(self) -> bool:
+        """Whether no copy has to wait for a page table any more."""
+        return self._populated_bytes >= self._allocated_bytes
+
     def populate(self) -> bool:
-        """Fill one chunk of this process's page tables; False where nothing is left. Holds no GIL."""
+        """Fill one chunk of this process's page tables; False where nothing is left. Holds no GIL.
+
+        Called by one thread only.
+        """
         begin = self._populated_bytes
         size = min(POPULATE_CHUNK_BYTES, self._allocated_bytes - begin)
         if size <= 0:
