@@ -94,17 +94,14 @@ class Growing(Protocol):
 class Policy(Protocol):
     """Which block goes first. One instance per tier and slot size, told by the core in the core's step.
 
-    Only *candidates* may be named: resident leaves (no resident child in the tier) that no lease, hold,
-    pin or reservation protects. The core adds a block when it becomes one and withdraws it when it
-    ceases to be one; it remembers nothing for the policy.
+    Only *candidates* may be named: resident leaves (no resident or pending child in the tier) that no
+    lease, hold, pin or reservation protects. The core adds a block when it becomes one and withdraws it
+    when it ceases to be one. A candidate is never accessed: whatever reads or continues a block protects
+    it first, so an access shows when the block is added again.
     """
 
-    def touch(self, blocks: Sequence[BlockId]) -> None:
-        """These were accessed just now (stored, looked up or loaded), ancestors before descendants."""
-        ...
-
-    def add(self, block: BlockId) -> None:
-        """`block` is a candidate from now on."""
+    def add(self, block: BlockId, accessed: int) -> None:
+        """`block` is a candidate from now on; its latest access was the core's number `accessed`."""
         ...
 
     def withdraw(self, block: BlockId) -> None:
@@ -112,7 +109,7 @@ class Policy(Protocol):
         ...
 
     def forget(self, block: BlockId) -> None:
-        """`block` is no longer resident."""
+        """`block`, candidate or not, is no longer resident."""
         ...
 
     def victim(self) -> BlockId | None:

@@ -198,8 +198,7 @@ def _check_candidates(residency: Residency, blocks: list[Block]) -> None:
             orphans = {block for block in here if block.candidate and block.orphan}
             assert pool.orphans.keys() == orphans
             if isinstance(pool.policy, LruPolicy):
-                resident = {block.id for block in here if block.state == RESIDENT}
-                pool.policy.check(resident, {b.id for b in here if b.candidate and not b.orphan})
+                pool.policy.check({b.id: b.last for b in here if b.candidate and not b.orphan})
 
 
 def _check_reservations(core: CacheCore) -> None:

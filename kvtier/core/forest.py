@@ -76,14 +76,11 @@ class Forest:
         return run
 
     def touch(self, run: Sequence[Block]) -> None:
-        """An access to a chain, ancestors first."""
-        if not run:
-            return
+        """An access to blocks that are guarded, as `Policy` expects."""
         self.accesses = now = self.accesses + 1
         for block in run:
             block.last = now
             block.extent.last = now  # type: ignore[union-attr]
-        run[0].pool().policy.touch([block.id for block in run])
 
     # ---- guards
 
@@ -124,7 +121,7 @@ class Forest:
             if block.orphan:
                 pool.orphans[block] = None
             else:
-                pool.policy.add(block.id)
+                pool.policy.add(block.id, block.last)
         elif block.state == GHOST:
             del self.shards[block.id.shard][block.id.key]
 
@@ -177,8 +174,9 @@ class Forest:
         assert extent is not None
         tier = block.pool().tier
         slot_bytes = block.shape.slot_bytes
-        if block.candidate:
+        if block.candidate and block.orphan:
             self._withdraw(block)
+        block.candidate = False
         if block.state == RESIDENT:
             block.pool().policy.forget(block.id)
             tier.resident_bytes -= slot_bytes

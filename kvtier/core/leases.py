@@ -92,8 +92,8 @@ class Leases:
         for run in runs:
             del run[count:]
             if run:
-                self._residency.touch(run)
                 self._residency.guard(run[-1])
+                self._residency.touch(run)
                 engine.ledger.add(run[-1])
         if old is not None:
             self._unhold(event.request, old)
@@ -125,8 +125,8 @@ class Leases:
                 promised = run.index(held) + 1
         del run[max(promised, self._affordable(engine, [run], len(run))) :]
         if run:
-            residency.touch(run)
             residency.guard(run[-1])
+            residency.touch(run)
             engine.ledger.add(run[-1])
             entry = Lease(lease, engine, run, now_s, now_s + self._config.lease_ttl_s)
             self.leases[lease] = engine.leases[lease] = entry

@@ -12,52 +12,40 @@ def block(number: int) -> BlockId:
     return BlockId(number.to_bytes(32, "big"), 0)
 
 
-def test_the_oldest_candidate_goes_first() -> None:
+def test_the_oldest_access_goes_first() -> None:
     policy = LruPolicy()
-    policy.touch([block(3)])
-    policy.touch([block(1), block(2)])
-    policy.touch([block(4)])
-    assert policy.victim() is None, "touched is not offered"
-    for number in (1, 4, 3):
-        policy.add(block(number))
-    assert policy.victim() == block(3)
-    assert policy.victim() == block(3), "asking takes nothing away"
-    policy.withdraw(block(3))
-    assert policy.victim() == block(1)
-    policy.touch([block(1)])
-    assert policy.victim() == block(4)
-    policy.forget(block(4))
-    policy.add(block(3))
-    assert policy.victim() == block(3), "what it was touched at is remembered while it is no candidate"
-    policy.forget(block(3))
-    policy.forget(block(1))
     assert policy.victim() is None
+    for number, accessed in ((1, 5), (2, 3), (3, 4)):
+        policy.add(block(number), accessed)
+    assert policy.victim() == block(2)
+    assert policy.victim() == block(2), "asking takes nothing away"
+    policy.withdraw(block(2))
+    assert policy.victim() == block(3)
+    policy.add(block(2), 9)
+    policy.forget(block(3))
+    assert policy.victim() == block(1)
+    policy.forget(block(1))
+    assert policy.victim() == block(2)
     policy.forget(block(2))
-    policy.check(set(), set())
+    policy.forget(block(7))
+    assert policy.victim() is None
+    policy.check({})
 
 
 def test_against_a_model_with_bounded_garbage() -> None:
     rng = random.Random(5)
     policy = LruPolicy()
-    order: list[int] = []  # least recent first
-    candidates: set[int] = set()
+    candidates: dict[int, int] = {}
     for step in range(20_000):
-        match rng.randrange(6):
-            case 0 | 1:
-                number = rng.randrange(60)
-                policy.touch([block(number)])
-                order = [other for other in order if other != number] + [number]
-            case 2 if free := [number for number in order if number not in candidates]:
-                candidates.add(number := rng.choice(free))
-                policy.add(block(number))
-            case 3 if candidates:
-                candidates.remove(number := rng.choice(sorted(candidates)))
-                policy.withdraw(block(number))
-            case 4 if order:
-                order.remove(number := rng.choice(order))
-                candidates.discard(number)
-                policy.forget(block(number))
-        oldest = next((number for number in order if number in candidates), None)
+        if candidates and rng.random() < 0.49:
+            number = rng.choice(sorted(candidates))
+            del candidates[number]
+            rng.choice((policy.withdraw, policy.forget))(block(number))
+        elif free := sorted(set(range(60)) - candidates.keys()):
+            number = rng.choice(free)
+            candidates[number] = step
+            policy.add(block(number), step)
+        oldest = min(candidates, key=candidates.__getitem__, default=None)
         assert policy.victim() == (None if oldest is None else block(oldest))
         if step % 50 == 0:
-            policy.check({block(n) for n in order}, {block(n) for n in candidates})
+            policy.check({block(n): accessed for n, accessed in candidates.items()})
