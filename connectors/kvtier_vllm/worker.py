@@ -43,6 +43,8 @@ CLOSE_TIMEOUT_S: Final = 5.0
 class CopyClient(Protocol):
     """The part of `EngineClient` that the worker uses."""
 
+    def prepare(self) -> bool: ...  # noqa: D102
+
     def load(  # noqa: D102
         self, request_id: str, keys: list[Key], pages: Any, block_ids: list[int], *, budget_s: float | None
     ) -> Any: ...
@@ -102,6 +104,8 @@ class WorkerSide:
         self._client = make_client(handshake.layout)
         self._handshake = handshake
         self._fence_device = rows[0].device if rows[0].device.type != "cpu" else None
+        # Connecting and mapping take their time: not a request's, but this one.
+        threading.Thread(target=self._client.prepare, name="kvtier-prepare", daemon=True).start()
 
     @property
     def handshake(self) -> Handshake | None:

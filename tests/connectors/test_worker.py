@@ -39,6 +39,7 @@ class DictNode:
         self.blocks: dict[Key, list[torch.Tensor]] = {}
         self.pausing = threading.Event()
         self.copying = threading.Event()
+        self.prepared = threading.Event()
         self.most_loads = 1 << 30
         self.failed_reason = "test"
         self.budgets: list[float | None] = []
@@ -49,6 +50,10 @@ class DictNode:
         while self.pausing.is_set() and not (stop is not None and stop.is_set()):
             time.sleep(0.001)
         return stop is not None and stop.is_set()
+
+    def prepare(self) -> bool:
+        self.prepared.set()
+        return True
 
     def load(
         self,
@@ -161,6 +166,10 @@ def test_what_was_saved_is_loaded(worker: WorkerSide, memory: list[torch.Tensor]
     assert taken.report.loaded == {"b": 3}
     for layer, old in zip(memory, before, strict=True):
         assert torch.equal(layer[4:7], old[1:4])
+
+
+def test_connecting_begins_with_the_engine(worker: WorkerSide, node: DictNode) -> None:
+    assert node.prepared.wait(10)
 
 
 def test_a_save_begins_with_the_next_step(worker: WorkerSide, node: DictNode) -> None:
