@@ -28,29 +28,33 @@ class Ledger:
     def add(self, block: Block) -> None:
         """Enter the prefix that ends in `block`; a walk up to the first ancestor that is entered."""
         counts = self.counts
+        slots = 0
         at: Block | None = block
         while at is not None:
-            count = counts.get(at, 0)
-            counts[at] = count + 1
-            if count:
-                return
+            if at in counts:
+                counts[at] += 1
+                break
+            counts[at] = 1
             if at.extent is not None:
-                self.bytes += at.shape.slot_bytes
+                slots += 1
             at = at.parent
+        self.bytes += slots * block.shape.slot_bytes  # a chain has one layout
 
     def remove(self, block: Block) -> None:
         """Undo one `add`."""
         counts = self.counts
+        slots = 0
         at: Block | None = block
         while at is not None:
-            count = counts[at] - 1
-            if count:
-                counts[at] = count
-                return
+            count = counts[at]
+            if count != 1:
+                counts[at] = count - 1
+                break
             del counts[at]
             if at.extent is not None:
-                self.bytes -= at.shape.slot_bytes
+                slots += 1
             at = at.parent
+        self.bytes -= slots * block.shape.slot_bytes
 
     def cost(self, block: Block) -> int:
         """Bytes that `add` would charge."""

@@ -81,13 +81,13 @@ class Reservations:
                 raise Conflict("parent was stored with another layout: the namespace must hold the layout")
         above = event.parent
         for key, block in zip(event.keys, known, strict=True):
-            if block is not None and block.state != GHOST:
-                if (None if block.parent is None else block.parent.id.key) != above:
-                    raise Conflict(
-                        "a key is here behind another parent: keys are a chain, each the parent of the next"
-                    )
-                if block.shape.fingerprint != engine.shape.fingerprint:
-                    raise Conflict("a key is here with another layout: the namespace must hold the layout")
+            kin = block  # a lost block's place is kept for the layout of those that continue it
+            if block is not None and block.state == GHOST:
+                kin = block.first_child
+            elif block is not None and above != (None if block.parent is None else block.parent.id.key):
+                raise Conflict("a key is here behind another parent: each is the parent of the next")
+            if kin is not None and kin.shape.fingerprint != engine.shape.fingerprint:
+                raise Conflict("a key is here with another layout: the namespace must hold the layout")
             above = key
         return parent
 

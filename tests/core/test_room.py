@@ -8,7 +8,7 @@ import random
 import pytest
 
 from kvtier.core import messages as m
-from kvtier.errors import Conflict, InvalidRequest, LimitExceeded, UnknownId
+from kvtier.errors import ConfigError, Conflict, InvalidRequest, LimitExceeded, UnknownId
 from kvtier.types import TierKind
 from tests.core.world import PAGE, G, P, R, World, chain, make_layout
 
@@ -242,6 +242,22 @@ def test_places_tell_shard_slot_leases_and_pins() -> None:
         (1, 0, 0, False),
     ]
     assert places[2].slot.arena == 7
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"lease_ttl_s": 0.0}, {"max_engines": 0}, {"max_leased_fraction": 1.5}, {"max_pinned_fraction": 0.0}],
+)
+def test_bounds_that_make_no_sense_are_refused_by_name(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        World(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_tier_that_makes_no_sense_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="allocated_bytes"):
+        World(slots=4, allocated=8)
+    with pytest.raises(ConfigError, match="extent_bytes"):
+        World(extent_pages=0)
 
 
 # ---- registration

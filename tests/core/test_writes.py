@@ -295,6 +295,19 @@ def test_a_parent_of_another_layout_is_refused() -> None:
         w.reserve(keys, engine="f")
 
 
+def test_the_place_of_a_lost_block_is_kept_for_its_layout() -> None:
+    w = World()
+    w.register("f", make_layout(2))
+    keys = chain("a", 2)
+    reserved = w.reserve(keys)
+    w.commit(reserved.reservation, keys[1:])
+    w.abort(reserved.reservation)
+    with pytest.raises(Conflict, match="another layout"):
+        w.reserve(keys[:1], engine="f")
+    assert w.store(keys) == [G, P]
+    assert w.match(keys) == 2
+
+
 def test_reservations_of_an_earlier_incarnation_are_unknown() -> None:
     old, new = World(seed=1), World(seed=2)
     keys = chain("a", 2)
