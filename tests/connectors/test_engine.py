@@ -118,10 +118,12 @@ def test_many_requests_at_once_with_shared_prefixes(engine: Engine, daemon: Daem
     engine.drop_own_cache()
     together = engine.generate(*prompts)
     engine.drop_own_cache()
+    before = engine.counters()["loaded_blocks"]
     loaded = engine.generate(*prompts)
     for answers in (together, loaded):
         assert all(one.agrees(other) for one, other in zip(answers, alone, strict=True))
-    assert all(answer.cached >= 256 for answer in loaded)
+    # Those whose lookup is late on a busy engine are computed.
+    assert engine.counters()["loaded_blocks"] >= before + 8
 
 
 def test_requests_aborted_during_their_load_leave_nothing_behind(engine: Engine, daemon: Daemon) -> None:
