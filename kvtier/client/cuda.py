@@ -6,10 +6,11 @@ device: runs of slots cross the bus in one piece each, and one kernel a layer di
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -43,25 +44,35 @@ class CudaCopier:
 
     def to_pages(self, arena: ArenaMapping, offsets: Sequence[int], ids: Sequence[int]) -> None:
         """See `Copier`."""
-        with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self._working():
             pin(arena)
             for begin, slots in self._slots(arena, offsets):
                 self._buffer[begin : begin + len(slots)].copy_(slots, non_blocking=True)
             rows = torch.tensor(ids, device=self._device)
             for layer, memory in enumerate(self._layers):
                 memory.index_copy_(0, rows, self._buffer[: len(ids), layer])
-            self._stream.synchronize()
 
     def to_slots(self, arena: ArenaMapping, offsets: Sequence[int], ids: Sequence[int]) -> None:
         """See `Copier`."""
-        with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self._working():
             pin(arena)
             rows = torch.tensor(ids, device=self._device)
             for layer, memory in enumerate(self._layers):
                 self._buffer[: len(ids), layer] = memory.index_select(0, rows)
             for begin, slots in self._slots(arena, offsets):
                 slots.copy_(self._buffer[begin : begin + len(slots)], non_blocking=True)
-            self._stream.synchronize()
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        """One copy on the stream; an error of the device is a fault of kvtier's, not of the engine's."""
+        try:
+            with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                try:
+                    yield
+                finally:
+                    self._stream.synchronize()  # nothing runs any more, whatever happened
+        except RuntimeError as error:
+            raise TierFault(f"a copy on {self._device} failed ({error}): nothing was cached") from error
 
     def _slots(self, arena: ArenaMapping, offsets: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
         """Each run of slots with its position, as ``[n, layers, layer_block_bytes]`` of host memory."""

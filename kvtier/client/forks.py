@@ -1,10 +1,11 @@
 """Forks: engines fork, and neither gRPC's threads nor locks of other threads survive that in the child.
 
-1. gRPC copes with a fork only if told so before it is imported, and only while no thread is inside a call.
-   So calls pass a gate here, and a fork waits, bounded, until no call of kvtier runs.
+1. gRPC copes with a fork only if told so before it is imported, and only while no call is alive: its own
+   handler would wait in the child for the end of calls whose threads are not there. So calls pass a gate,
+   and a fork waits until none is inside; after `FORK_WAIT_S` it ends them by closing their channels.
 2. In the child every object that asked for it starts anew: own channel, own engine id, own lock.
-3. Where gRPC could not be told (somebody imported it first) or a call did not end in time, a child of a
-   process that has used gRPC would hang for ever in its first call. There kvtier is off: all is a miss.
+3. Where gRPC could not be told (somebody imported it first) a child of a process that has used it would
+   hang for ever in its first call. There kvtier is off: everything is a miss.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ from typing import Final, Protocol
 from kvtier.errors import Unavailable
 
 FORK_WAIT_S: Final = 2.0
-"""A fork waits so long for calls that run; their deadlines are shorter by default."""
+"""A fork waits so long for calls that run (their deadlines are shorter by default), then ends them."""
 _VARIABLE: Final = "GRPC_ENABLE_FORK_SUPPORT"
 _ENABLED: Final = "grpc" not in sys.modules or os.environ.get(_VARIABLE, "").lower() in ("1", "true", "yes")
 
 
 class ForkAware(Protocol):
     """Something that has to start anew in a child."""
+
+    def end_calls(self) -> None:
+        """Runs in the parent before a fork that calls hold up: make them fail now."""
+        ...
 
     def after_fork(self) -> None:
         """Runs in the child, where only this thread exists: drop what belongs to the parent."""
@@ -44,6 +49,7 @@ class _Gate:
 
 
 _gate = _Gate()
+_mine = threading.local()
 _broken = False
 _objects: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
@@ -66,15 +72,20 @@ def grpc_call() -> Iterator[None]:
             "gRPC was in use when this process was forked and cannot be used here: start it with spawn, or "
             f"set {_VARIABLE}=1"
         )
+    if getattr(_mine, "gate", None) is _gate:  # inside already: waiting for a fork would stop it
+        yield
+        return
     gate = _gate
     with gate.changed:
         while gate.forking:
             gate.changed.wait(FORK_WAIT_S)
         gate.inside += 1
         gate.was_used = True
+    _mine.gate = gate
     try:
         yield
     finally:
+        _mine.gate = None
         with gate.changed:
             gate.inside -= 1
             if gate.forking:
@@ -85,7 +96,10 @@ def _before() -> None:
     gate = _gate
     gate.changed.acquire()
     gate.forking = True
-    gate.changed.wait_for(lambda: gate.inside == 0, FORK_WAIT_S)
+    if not gate.changed.wait_for(lambda: gate.inside == 0, FORK_WAIT_S):
+        for thing in list(_objects):
+            thing.end_calls()
+        gate.changed.wait_for(lambda: gate.inside == 0, FORK_WAIT_S)
 
 
 def _after_in_parent() -> None:

@@ -89,6 +89,7 @@ class ArenaMapping:
                 f"the node names an arena of {allocated_bytes} of {size_bytes} bytes: restart it"
             )
         self.size_bytes = size_bytes
+        self._path = path
         self._allocated_bytes = allocated_bytes
         self._populated_bytes = 0
         self._changed = threading.Condition()
@@ -128,9 +129,14 @@ class ArenaMapping:
         return not (np.diff(ordered) < slot_bytes).any()
 
     def is_orphaned(self) -> bool:
-        """Whether the file has lost its name: its daemon has ended, another may have taken its place."""
+        """Whether its name is gone or leads elsewhere: its daemon has ended, or another has taken over."""
         with self._changed:
-            return self._fd >= 0 and os.fstat(self._fd).st_nlink == 0
+            if self._fd < 0:
+                return False
+            try:
+                return not os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+            except OSError:
+                return True
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:

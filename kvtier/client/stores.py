@@ -110,6 +110,9 @@ class StoreRun:
         except KvtierError as error:
             self._abort(reply.reservation_id)
             return 0, reason_of(error)
+        except BaseException:
+            self._abort(reply.reservation_id)
+            raise
 
     def _accept(self, reply: pb.ReserveResponse, asked: int, granted: Sequence[int]) -> list[int]:
         """The granted slots; raises `TierFault` before anything is touched."""

@@ -113,31 +113,34 @@ class Wire:
                 call = getattr(self._open()[False], method)(request, timeout=timeout_s)
             except ValueError as error:
                 raise Unavailable(f"the channel is closed ({error})") from None
-        is_done = False
-        try:
-            while True:
-                try:
-                    with forks.grpc_call():
+            is_done = False
+            try:
+                while True:
+                    try:
                         message = next(call)
-                except StopIteration:
-                    is_done = True
-                    return
-                except grpc.RpcError as error:
-                    is_done = True
-                    raise translate(error) from None
-                yield message
-        finally:
-            if not is_done:
-                with forks.grpc_call():
+                    except StopIteration:
+                        is_done = True
+                        return
+                    except grpc.RpcError as error:
+                        is_done = True
+                        raise translate(error) from None
+                    yield message
+            finally:
+                if not is_done:
                     call.cancel()
+
+    def end_calls(self) -> None:
+        """Calls that run fail now; the next one opens another channel."""
+        with self._lock:
+            channel, self._channel, self._stubs = self._channel, None, None
+        if channel is not None:
+            channel.close()
 
     def close(self) -> None:
         """Calls that run are cancelled; idempotent."""
         with self._lock:
             self._is_closed = True
-            channel, self._channel, self._stubs = self._channel, None, None
-        if channel is not None:
-            channel.close()
+        self.end_calls()
 
     def after_fork(self) -> None:
         """In the child: the parent's channel is none of ours."""
