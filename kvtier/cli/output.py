@@ -121,8 +121,9 @@ class Progress:
         if self._status is not None:
             self._status.update(escape(message))
         else:
+            elapsed_s = time.monotonic() - self._begin_s
             self._console.print(
-                f"[{time.monotonic() - self._begin_s:6.1f} s] {message}", markup=False, highlight=False
+                f"[{elapsed_s:6.1f} s] {message}", markup=False, highlight=False, soft_wrap=True
             )
 
     @contextmanager
