@@ -80,6 +80,7 @@ class WorkerSide:
         self._handshake: Handshake | None = None
         self._fence_device: torch.device | None = None
         self._orders: StepOrders | None = None
+        self._unended: list[SaveOrder] = []
         self._changed = threading.Condition()
         self._load_lane: Lane[LoadOrder] = Lane("kvtier-load", self._load, self._changed)
         self._save_lane: Lane[SaveOrder] = Lane("kvtier-save", self._save, self._changed)
@@ -127,7 +128,9 @@ class WorkerSide:
         vLLM would let loads start after the step's computation; they touch none of its blocks, and a
         long prefill of another request should not delay them.
         """
-        self._orders = orders
+        # A step that went wrong never ended: its saves did not happen.
+        self._report.saved += [order.job for order in self._unended]
+        self._orders, self._unended = orders, orders.saves
         if orders.preempted:
             self._cut_saves(lambda order: order.request_id in orders.preempted)
         for job in self._pending:
@@ -147,18 +150,22 @@ class WorkerSide:
             self._load_lane.submit(job)
 
     def end_step(self) -> None:
-        """The step's KV is written (or will be, in the order of its stream): note its saves."""
-        orders = self._orders
-        if orders is None or not orders.saves:
+        """The step's KV is written (or will be, in the order of its stream): note its saves.
+
+        With speculative decoding vLLM calls this after it has collected the step's results.
+        """
+        saves, self._unended = self._unended, []
+        if not saves:
             return
-        if not self._valid(orders):
-            self._report.saved += [order.job for order in orders.saves]
+        assert self._orders is not None
+        if not self._valid(self._orders):
+            self._report.saved += [order.job for order in saves]
             return
         fence = self._fence()
         deadline_s = time.monotonic() + self._settings.save_timeout_s
-        for order in orders.saves:
+        for order in saves:
             self._unfinished[order.request_id] += 1
-            self._pending.append(Job(order, orders.epoch, fence, deadline_s))
+            self._pending.append(Job(order, self._orders.epoch, fence, deadline_s))
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Requests whose retained blocks may go, and requests whose load has ended; each once."""
@@ -188,7 +195,6 @@ class WorkerSide:
         state = self.watch.state
         if self._orders is not None and state.epoch != self._orders.epoch:
             report.weights = state
-        self._orders = None
         return report if report.saved or report.loaded or report.weights else None
 
     # -- details ---------------------------------------------------------------------------------------

@@ -128,6 +128,39 @@ def test_without_a_daemon_the_engine_works_and_uses_one_that_comes(
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "enable_prefix_caching": False},
+        {
+            "block_size": 64,
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 3,
+            },
+        },
+    ],
+    ids=["fp8-without-own-cache", "ngram"],
+)
+def test_other_engines_that_are_served(
+    make_engine: Callable[..., Engine], daemon: Daemon, options: dict[str, Any]
+) -> None:
+    engine = make_engine({"socket": daemon.socket}, **options)
+    tokens = prompt(130, 32 * 9 + 5)
+    before = daemon.blocks()
+    cold = engine.one(tokens)
+    cached = len(tokens) // (block := options.get("block_size", 32)) * block
+    daemon.wait_for_blocks(before + cached // block)
+    engine.drop_own_cache()
+    loaded = engine.one(tokens)
+    assert (cold.cached, loaded.cached) == (0, cached)
+    assert loaded.agrees(cold)
+    engine.ask("drain")
+    assert engine.counters()["saving"] == 0
+    engine.close()
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [(GEMMA, "hybrid KV caches"), (MISTRAL, "kvtier serves full attention only")],
     ids=["hybrid", "sliding-window"],

@@ -179,6 +179,26 @@ def test_a_save_begins_with_the_next_step(worker: WorkerSide, node: DictNode) ->
     assert node.copying.wait(10)
 
 
+def test_a_step_that_ends_after_its_report_saves_all_the_same(worker: WorkerSide, node: DictNode) -> None:
+    worker.begin_step(StepOrders(epoch=0, saves=[_save(3, "a", 1)]))
+    assert worker.take_finished() == (set(), set())
+    assert worker.take_report() is None
+    worker.end_step()
+    taken = until(worker, lambda one: one.report)
+    assert taken.report is not None
+    assert taken.report.saved == [3]
+    assert set(node.blocks) == {_key(1)}
+
+
+def test_a_step_that_never_ends_saves_nothing_and_retains_nothing(worker: WorkerSide, node: DictNode) -> None:
+    worker.begin_step(StepOrders(epoch=0, saves=[_save(3, "a", 1)]))
+    taken = step(worker, finishing=frozenset({"a"}))
+    assert taken.sent == {"a"}
+    assert taken.report is not None
+    assert taken.report.saved == [3]
+    assert node.blocks == {}
+
+
 def test_a_load_begins_with_its_step_and_gets_its_budget(worker: WorkerSide, node: DictNode) -> None:
     worker.begin_step(StepOrders(epoch=0, loads=[_load("a", [1], [2])]))
     assert node.copying.wait(10)
