@@ -69,6 +69,8 @@ class Engine:
         Private and short (a Unix socket's path has at most 107 bytes); the caller removes it.
     kvtier_socket
         Daemon to connect to; None: no connector at all.
+    connector
+        Settings of the connector beyond the socket (``kv_connector_extra_config``).
     options
         Further command line options of vLLM.
     """
@@ -80,16 +82,20 @@ class Engine:
         directory: Path,
         *,
         kvtier_socket: Path | None = None,
+        connector: Mapping[str, object] | None = None,
         options: Sequence[str] = (),
     ) -> None:
         require_vllm()
         self.name = name
         directory.mkdir(mode=0o700)
         self._socket = directory / "api.sock"
+        command = _command(model, self._socket, options)
+        if kvtier_socket is not None:
+            command += ["--kv-transfer-config", _transfer_config(kvtier_socket, connector or {})]
         started = time.monotonic()
         self.process = Supervised(
             name,
-            _command(model, self._socket, kvtier_socket, options),
+            command,
             log=directory / "log",
             environment=_environment(directory),
             grace_s=15.0,
@@ -206,22 +212,24 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def _command(model: Path, socket: Path, kvtier_socket: Path | None, options: Sequence[str]) -> list[str]:
-    command = [
+def _command(model: Path, socket: Path, options: Sequence[str]) -> list[str]:
+    return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", _MODEL, "--dtype", "bfloat16"),
         *("--max-model-len", str(MAX_MODEL_TOKENS), "--block-size", str(BLOCK_TOKENS)),
         *("--uds", str(socket), "--enable-prompt-tokens-details", "--uvicorn-log-level", "warning"),
         *options,
     ]
-    if kvtier_socket is not None:
-        connector = {
+
+
+def _transfer_config(socket: Path, connector: Mapping[str, object]) -> str:
+    return json.dumps(
+        {
             "kv_connector": "KVTierConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"socket": str(kvtier_socket)},
+            "kv_connector_extra_config": {"socket": str(socket), **connector},
         }
-        command += ["--kv-transfer-config", json.dumps(connector)]
-    return command
+    )
 
 
 def _environment(directory: Path) -> Mapping[str, str]:

@@ -22,6 +22,14 @@ ANSWER_TOKENS: Final = 24
 REQUIRED_SHARE: Final = 0.95
 """Part of the prompt's whole blocks that both hits have to load."""
 DRAM_BYTES: Final = 512 << 20
+PATIENT: Final = {
+    "lookup_timeout_s": 2.0,
+    "call_timeout_s": 10.0,
+    "load_floor_s": 10.0,
+    "save_timeout_s": 20.0,
+}
+"""Deadlines of the connector. With its own ones a machine that is busy with other work sees a late answer,
+which rightly counts as a miss; the demo is to show what is loaded, not how busy the machine is."""
 COLD, HOT, LOCAL, RESTART = "cold", "engine hot", "local hit", "restart hit"
 
 Progress = Callable[[str], None]
@@ -182,7 +190,8 @@ class _Demo:
 
     @contextmanager
     def _engine(self, name: str, directory: str, socket: Path | None) -> Iterator[Engine]:
-        with Engine(name, self._checkpoint, self._directory / directory, kvtier_socket=socket) as engine:
+        where = self._directory / directory
+        with Engine(name, self._checkpoint, where, kvtier_socket=socket, connector=PATIENT) as engine:
             engine.wait_ready()
             yield engine
 
