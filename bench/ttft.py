@@ -118,7 +118,7 @@ def _ask(both: Pair, engine: Engine, prompt: list[int]) -> dict[str, Any]:
 
 
 def _judge(result: Round, what: str) -> None:
-    """Say what was measured; an arm that was not what its name says ends the run (hits are judged at the end)."""
+    """Say what was measured; an arm that is not what its name says ends the run, but for hits (a target)."""
     for name, figures in result.items():
         loaded, cached = figures["loaded_tokens"], figures["cached_tokens"]
         if name == "hit":
@@ -172,8 +172,8 @@ def _others(engine: Engine) -> Iterator[None]:
 
 
 def _loaded_share(rounds: list[Round]) -> float:
-    hits = [each["hit"]["loaded_tokens"] >= REQUIRED_SHARE * PROMPT_TOKENS for each in rounds]
-    return sum(hits) / len(hits)
+    hits = [each for each in rounds if each["hit"]["loaded_tokens"] >= REQUIRED_SHARE * PROMPT_TOKENS]
+    return len(hits) / len(rounds)
 
 
 def _ratio(rounds: list[Round], name: str, base: str) -> float:
