@@ -181,8 +181,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """The worker's layout."""
         (handshake,) = metadata.values()
-        assert isinstance(handshake, Handshake)
-        self.scheduler.shake_hands(handshake)
+        if isinstance(handshake, Handshake):
+            self.scheduler.shake_hands(handshake)
+        else:
+            logger.error(
+                "kvtier is off: another connector of the MultiConnector answers the scheduler in its place. "
+                "Put KVTierConnector first in its list"
+            )
 
     def on_new_request(self, request: Request) -> None:
         """Start its lookup."""
