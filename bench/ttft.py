@@ -118,7 +118,7 @@ def _ask(both: Pair, engine: Engine, prompt: list[int]) -> dict[str, Any]:
 
 
 def _judge(result: Round, what: str) -> None:
-    """Say what was measured; an arm that is not what its name says ends the run, but for hits (a target)."""
+    """Say what was measured; an arm that was not what its name says ends the run (hits are judged later)."""
     for name, figures in result.items():
         loaded, cached = figures["loaded_tokens"], figures["cached_tokens"]
         if name == "hit":
