@@ -14,6 +14,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Final, Protocol
@@ -22,6 +23,10 @@ from kvtier.errors import Unavailable
 
 FORK_WAIT_S: Final = 2.0
 """A fork waits so long for calls that run (their deadlines are shorter by default), then ends them."""
+SETTLE_S: Final = 0.02
+ABORT_SETTLE_S: Final = 0.2
+"""After a call (after closed channels) gRPC's own threads tidy up. A fork in between could leave one of its
+locks held in the child, where every call would then be late: a miss, but one for life."""
 _VARIABLE: Final = "GRPC_ENABLE_FORK_SUPPORT"
 _ENABLED: Final = "grpc" not in sys.modules or os.environ.get(_VARIABLE, "").lower() in ("1", "true", "yes")
 
@@ -46,6 +51,7 @@ class _Gate:
         self.inside = 0
         self.forking = False
         self.was_used = False
+        self.left_at_s = 0.0
 
 
 _gate = _Gate()
@@ -88,6 +94,7 @@ def grpc_call() -> Iterator[None]:
         _mine.gate = None
         with gate.changed:
             gate.inside -= 1
+            gate.left_at_s = time.monotonic()
             if gate.forking:
                 gate.changed.notify_all()
 
@@ -100,6 +107,9 @@ def _before() -> None:
         for thing in list(_objects):
             thing.end_calls()
         gate.changed.wait_for(lambda: gate.inside == 0, FORK_WAIT_S)
+        time.sleep(ABORT_SETTLE_S)
+    elif gate.was_used:
+        time.sleep(max(0.0, gate.left_at_s + SETTLE_S - time.monotonic()))
 
 
 def _after_in_parent() -> None:

@@ -200,10 +200,11 @@ class Link:
                     raise type(self._fault)(*self._fault.args)  # its own traceback in every thread
                 if self._session is not None:
                     return self._session
-                if not self._changed.wait(deadline.left_s()) and deadline.is_over():
-                    raise DeadlineExceeded(
-                        "the node has not answered the registration yet: is it overloaded?"
-                    )
+                self._changed.wait(deadline.left_s())
+                if self._session is None and self._fault is None and deadline.is_over():
+                    # The next calls need not find out for themselves; the thread goes on trying.
+                    self._fault = DeadlineExceeded("the node has not answered the registration yet")
+                    raise self._fault
 
     def arena(self, session: Session) -> ArenaMapping:
         """The session's arena, mapped; from now on new sessions map theirs at once."""

@@ -1,4 +1,4 @@
-"""``python -m tests.client.fork_engine MODE SOCKET DAEMON_PID``: an engine that forks; ends with 0 if all is well.
+"""``python -m tests.client.fork_engine MODE SOCKET DAEMON_PID``: an engine that forks; 0 if all is well.
 
 A process of its own, since gRPC has to be imported by the client first.
 """
