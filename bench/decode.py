@@ -55,6 +55,7 @@ def _round(both: Pair, number: int) -> dict[str, Any]:
         seed = 3000 + number * REQUESTS + index
         prompt = prompts.tokens(both.plain.tokenize, seed=seed, count=PROMPT_TOKENS)
         for name, engine in arms if (number + index) % 2 == 0 else reversed(arms):
+            both.settle()
             raw[name].append(_seconds(engine, prompt))
     result = {f"{name}_s": median(values) for name, values in raw.items()}
     _say(

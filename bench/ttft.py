@@ -86,6 +86,7 @@ def _idle_round(both: Pair, number: int) -> Round:
         result["hit"] = _ask(both, both.connected, prompt)
 
     for arm in (plain, connected) if number % 2 == 0 else (connected, plain):
+        both.settle()
         arm()
     _judge(result, f"round {number + 1}, idle")
     return result
@@ -96,6 +97,7 @@ def _busy_round(both: Pair, number: int) -> Round:
     arms = [("cold", both.plain), ("miss", both.connected)]
     result: Round = {}
     for name, engine in arms if number % 2 == 0 else reversed(arms):
+        both.settle()
         with _others(engine):
             stored = both.node.status().counters.stored_blocks
             result[name] = _ask(both, engine, prompt)

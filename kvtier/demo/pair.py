@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,15 +15,21 @@ from kvtier.demo.processes import interruptible
 from kvtier.demo.scenario import warm_up, workplace
 
 DRAM_BYTES: Final = 1 << 30
+SETTLE_S: Final = 1.3
+"""vLLM's workers spin for a second after their last step, which would slow the other engine down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Both engines are warm and only one of them should be busy at a time."""
+    """Both engines are warm, and only one of them should be busy at a time."""
 
     node: NodeProcess
     plain: Engine
     connected: Engine
+
+    def settle(self) -> None:
+        """Wait until neither engine spins any more: call it before an engine takes its turn."""
+        time.sleep(SETTLE_S)
 
 
 @contextmanager
