@@ -72,7 +72,7 @@ class AdminClient:
         self.close()
 
     def _call(self, method: str, request: Any) -> Any:
-        return self._wire.call(method, request, self._timeout_s, admin=True)
+        return self._wire.call(method, request, self._timeout_s)
 
 
 def new_call_id() -> bytes:

@@ -259,9 +259,6 @@ class EngineClient:
         self._link.close()
         self._workers.close()
 
-    def end_calls(self) -> None:
-        """Nothing here: its link does."""
-
     def after_fork(self) -> None:
         """In the child: begin anew."""
         self._workers.after_fork()

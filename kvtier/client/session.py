@@ -175,10 +175,6 @@ class Link:
         self._wake = False
         self._abandoned: deque[Abandoned] = deque()
 
-    def end_calls(self) -> None:
-        """Make calls that run fail now."""
-        self.wire.end_calls()
-
     def after_fork(self) -> None:
         """In the child: forget the parent's session, begin with the next call."""
         session = self._session

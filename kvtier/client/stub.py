@@ -1,163 +1,138 @@
-"""Calls to the node: channel, deadlines, and statuses translated back into the one tree of errors."""
+"""Calls to the node: connections, deadlines, and statuses translated back into the one tree of errors."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
+import weakref
 from collections.abc import Generator
 from typing import Any, Final
 
+from google.protobuf import message_factory
+from google.protobuf.descriptor import FileDescriptor
+
 from kvtier import errors
-from kvtier.client import forks
+from kvtier.client.transport import Connection, Deadline, Status
+from kvtier.errors import DeadlineExceeded, KvtierError, Unavailable
+from kvtier.v1 import admin_pb2, engine_pb2
 
-forks.enable()  # before gRPC is imported
+__all__ = ["ERROR_METADATA", "Deadline", "Wire", "translate"]
 
-import grpc  # noqa: E402
-from grpc.experimental import ChannelOptions  # noqa: E402
-
-from kvtier.errors import DeadlineExceeded, InvalidRequest, KvtierError, Unavailable  # noqa: E402
-from kvtier.v1 import admin_pb2_grpc, engine_pb2_grpc  # noqa: E402
-
-ERROR_METADATA: Final = "kvtier-error"
-MAX_MESSAGE_BYTES: Final = 64 << 20
-MAX_RECONNECT_MS: Final = 1000
+ERROR_METADATA: Final = b"kvtier-error"
 MAX_ERROR_CHARS: Final = 500
+MAX_IDLE_CONNECTIONS: Final = 16
+"""Connections kept for the next call; each call that runs has one of its own."""
 
-_OPTIONS: Final[list[tuple[str, Any]]] = [
-    # A channel of its own: another client's backoff must not delay this one's recovery.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_MS),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),
-    # Reads a stream in the calling thread: no other thread to wake, and none that a fork would lose.
-    (ChannelOptions.SingleThreadedUnaryStream, 1),
-]
-_BY_CODE: Final[dict[grpc.StatusCode, type[KvtierError]]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    grpc.StatusCode.NOT_FOUND: errors.UnknownId,
-    grpc.StatusCode.FAILED_PRECONDITION: errors.Conflict,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.LimitExceeded,
-    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
-    grpc.StatusCode.CANCELLED: Unavailable,
-    grpc.StatusCode.DATA_LOSS: errors.Corruption,
-    grpc.StatusCode.UNIMPLEMENTED: errors.ProtocolMismatch,
+_BY_CODE: Final[dict[int, type[KvtierError]]] = {
+    1: Unavailable,  # CANCELLED
+    3: errors.InvalidRequest,  # INVALID_ARGUMENT
+    4: DeadlineExceeded,
+    5: errors.UnknownId,  # NOT_FOUND
+    8: errors.LimitExceeded,  # RESOURCE_EXHAUSTED
+    9: errors.Conflict,  # FAILED_PRECONDITION
+    12: errors.ProtocolMismatch,  # UNIMPLEMENTED
+    14: Unavailable,
+    15: errors.Corruption,  # DATA_LOSS
 }
 
 
-class Deadline:
-    """A moment on the monotonic clock."""
-
-    __slots__ = ("_at_s",)
-
-    def __init__(self, timeout_s: float) -> None:
-        self._at_s = time.monotonic() + timeout_s
-
-    def left_s(self) -> float:
-        """Seconds until then, 0 afterwards."""
-        return max(0.0, self._at_s - time.monotonic())
-
-    def is_over(self) -> bool:
-        """Whether it has passed."""
-        return time.monotonic() >= self._at_s
-
-    def timeout_s(self, limit_s: float) -> float:
-        """For one call; raises `DeadlineExceeded` where no time is left."""
-        left_s = self.left_s()
-        if left_s <= 0:
-            raise DeadlineExceeded(
-                "no time was left for the call: raise its timeout, or see why the node is slow"
-            )
-        return min(left_s, limit_s)
+def _methods(file: FileDescriptor) -> dict[str, tuple[bytes, Any]]:
+    """Path and class of the answer for each method of a file's services."""
+    return {
+        method.name: (
+            f"/{service.full_name}/{method.name}".encode(),
+            message_factory.GetMessageClass(method.output_type),
+        )
+        for service in file.services_by_name.values()
+        for method in service.methods
+    }
 
 
-def translate(error: grpc.RpcError) -> KvtierError:
-    """The error that the node raised, or what the transport's status means."""
-    code = error.code()
-    details = str(error.details() or code.name)[:MAX_ERROR_CHARS]
-    metadata: Any = error.trailing_metadata() or ()
-    names = {str(key): str(value) for key, value in metadata}
-    kind = getattr(errors, names.get(ERROR_METADATA, ""), None)
+_METHODS: Final = _methods(engine_pb2.DESCRIPTOR) | _methods(admin_pb2.DESCRIPTOR)
+
+
+def translate(status: Status) -> KvtierError:
+    """The error that the node raised, or what the status means."""
+    message = (status.message or f"gRPC status {status.code}")[:MAX_ERROR_CHARS]
+    name = status.fields.get(ERROR_METADATA, b"").decode("ascii", "replace")
+    kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, KvtierError):
-        return kind(details)
-    return _BY_CODE.get(code, KvtierError)(details)
+        return kind(message)
+    return _BY_CODE.get(status.code, KvtierError)(message)
 
 
 class Wire:
-    """One lazily opened channel. Thread-safe; a fork's child opens its own."""
+    """Calls to the daemon at one socket. Thread-safe; connects when a call needs it."""
 
     def __init__(self, socket_path: str) -> None:
-        self._target = f"unix:{socket_path}"
-        self._lock = threading.Lock()
-        self._channel: Any = None
-        self._stubs: tuple[Any, Any] | None = None
+        self._path = socket_path
         self._is_closed = False
+        self._reset()
 
-    def call(self, method: str, request: Any, timeout_s: float, *, admin: bool = False) -> Any:
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._all: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+    def call(self, method: str, request: Any, timeout_s: float) -> Any:
         """One answer within `timeout_s`; raises from `kvtier.errors` only."""
-        with forks.grpc_call():
-            try:
-                return getattr(self._open()[admin], method)(request, timeout=timeout_s)
-            except grpc.RpcError as error:
-                raise translate(error) from None
-            except ValueError as error:  # closed meanwhile
-                raise Unavailable(f"the channel is closed ({error})") from None
+        answers = list(self.stream(method, request, timeout_s))
+        if len(answers) != 1:
+            raise Unavailable(f"the node gave {len(answers)} answers to a call of {method}")
+        return answers[0]
 
     def stream(self, method: str, request: Any, timeout_s: float) -> Generator[Any]:
-        """The answers of a streaming call, all within `timeout_s`; closing the iterator cancels the call."""
-        with forks.grpc_call():
-            try:
-                call = getattr(self._open()[False], method)(request, timeout=timeout_s)
-            except ValueError as error:
-                raise Unavailable(f"the channel is closed ({error})") from None
-            is_done = False
-            try:
-                while True:
-                    try:
-                        message = next(call)
-                    except StopIteration:
-                        is_done = True
-                        return
-                    except grpc.RpcError as error:
-                        is_done = True
-                        raise translate(error) from None
-                    yield message
-            finally:
-                if not is_done:
-                    call.cancel()
-
-    def end_calls(self) -> None:
-        """Calls that run fail now; the next one opens another channel."""
-        with self._lock:
-            channel, self._channel, self._stubs = self._channel, None, None
-        if channel is not None:
-            channel.close()
+        """The answers of a call, all within `timeout_s`; closing the generator cancels it."""
+        path, kind = _METHODS[method]
+        deadline = Deadline(timeout_s)
+        connection = self._take(deadline)
+        answers = connection.call(path, request.SerializeToString(), deadline)
+        try:
+            for answer in answers:
+                yield kind.FromString(answer)
+        except Status as status:
+            raise translate(status) from None
+        except ValueError as error:  # protobuf's DecodeError
+            raise Unavailable(f"the node's answer to {method} is garbled ({error})") from None
+        finally:
+            answers.close()
+            self._give_back(connection)
 
     def close(self) -> None:
-        """Calls that run are cancelled; idempotent."""
+        """Calls that run fail now; idempotent."""
         with self._lock:
             self._is_closed = True
-        self.end_calls()
+            idle, self._idle = self._idle, []
+            running = [connection for connection in self._all if connection not in idle]
+        for connection in idle:
+            connection.close()
+        for connection in running:
+            connection.shut_down()
 
     def after_fork(self) -> None:
-        """In the child: the parent's channel is none of ours."""
-        self._lock = threading.Lock()
-        self._channel = self._stubs = None
+        """In the child: the parent's connections are none of ours."""
+        for connection in list(self._all):
+            connection.close()
+        self._reset()
 
-    def _open(self) -> tuple[Any, Any]:
-        stubs = self._stubs
-        if stubs is None:
-            with self._lock:
-                if self._is_closed:
-                    raise Unavailable("the client is closed")
-                if self._stubs is None:
-                    self._channel = grpc.insecure_channel(self._target, options=_OPTIONS)
-                    self._stubs = (
-                        engine_pb2_grpc.EngineServiceStub(self._channel),  # type: ignore[no-untyped-call]
-                        admin_pb2_grpc.AdminServiceStub(self._channel),  # type: ignore[no-untyped-call]
-                    )
-                stubs = self._stubs
-        return stubs
+    def _take(self, deadline: Deadline) -> Connection:
+        with self._lock:
+            if self._is_closed:
+                raise Unavailable("the client is closed")
+            while self._idle:
+                connection = self._idle.pop()
+                if connection.is_fresh():
+                    return connection
+                connection.close()
+        connection = Connection(self._path, deadline)
+        with self._lock:
+            self._all.add(connection)
+        return connection
+
+    def _give_back(self, connection: Connection) -> None:
+        with self._lock:
+            if not self._is_closed and connection.is_usable and len(self._idle) < MAX_IDLE_CONNECTIONS:
+                self._idle.append(connection)
+                return
+        with contextlib.suppress(OSError):
+            connection.close()

@@ -1,6 +1,6 @@
 """``python -m tests.client.fork_engine MODE SOCKET DAEMON_PID``: an engine that forks; 0 if all is well.
 
-A process of its own, since gRPC has to be imported by the client first.
+A process of its own, so that the forks take nothing of pytest along.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
+from tests.client.harness import Engine, chain, mapped_arenas, until
+
 MODE, SOCKET, DAEMON_PID = sys.argv[1], sys.argv[2], int(sys.argv[3])
-if MODE == "imported-first":
-    import grpc  # noqa: F401
-
-import numpy as np  # noqa: E402
-
-from kvtier.client import forks  # noqa: E402
-from tests.client.harness import Engine, chain, mapped_arenas, until  # noqa: E402
 
 CHILD_TIMEOUT_S = 60
 
@@ -135,52 +132,38 @@ def busy(engine: Engine) -> None:
     use(engine, "parent")
 
 
+def is_waiting(engine: Engine) -> bool:
+    """Whether one of its connections is in a call."""
+    wire = engine.client._link.wire
+    return len(wire._all) > len(wire._idle)
+
+
 def stuck(engine: Engine) -> None:
-    """A call hangs while the process forks: it is ended, and the child works."""
+    """A call hangs while the process forks: that disturbs neither fork nor child nor the call."""
+    use(engine, "parent")
     patient = Engine(SOCKET, lookup_timeout_s=600.0)
-    use(patient, "parent")
+    assert patient.client.prepare()
     os.kill(DAEMON_PID, signal.SIGSTOP)
     reasons: list[str] = []
     thread = threading.Thread(
         target=lambda: reasons.append(patient.client.lookup("h/1", chain("none", 1)).reason)
     )
     thread.start()
-    until(lambda: forks._gate.inside, "the call hangs")
+    until(lambda: is_waiting(patient), "the call hangs")
 
     def child() -> None:
         os.kill(DAEMON_PID, signal.SIGCONT)
         use(patient, "child")
 
-    pid = in_child(child)
-    thread.join(60)
-    assert reasons[0] in ("unreachable", "missing")  # it is repeated once, which may be after the fork
-    wait(pid)
-    patient.close()
-
-
-def imported_first(engine: Engine) -> None:
-    """gRPC could not be told of forks: the child misses, and does not hang."""
-    use(engine, "parent")
-
-    def child() -> None:
-        keys = chain(f"{MODE} parent", 6)
-        for _ in range(3):
-            offer = engine.client.lookup("c/1", keys)
-            assert offer.reason == "unreachable", offer
-        assert engine.client.load("c/1", keys, engine.pages, range(6)).loaded == 0
-        assert engine.client.store(None, keys, engine.pages, range(6)).reason == "unreachable"
-        engine.client.release_hold("c/1")
-        engine.client.close()
-
     wait(in_child(child))
-    use(engine, "parent again")
+    thread.join(60)
+    assert reasons == ["missing"]
+    patient.close()
 
 
 def main() -> None:
     engine = Engine(SOCKET)
-    {"unused": unused, "used": used, "busy": busy, "stuck": stuck, "imported-first": imported_first}[MODE](
-        engine
-    )
+    {"unused": unused, "used": used, "busy": busy, "stuck": stuck}[MODE](engine)
     engine.close()
     assert not [name for name in locks() if name.startswith(f"e{os.getpid()}-")]
 

@@ -10,6 +10,7 @@ import pytest
 from kvtier import errors
 from kvtier.client.results import reason_of
 from kvtier.client.stub import ERROR_METADATA, Deadline, Wire, translate
+from kvtier.client.transport import Status
 from kvtier.server import errors as server_errors
 from kvtier.v1 import admin_pb2
 
@@ -20,39 +21,29 @@ TREE = [
 ]
 
 
-class Status(grpc.RpcError):
-    """What gRPC raises."""
-
-    def __init__(self, code: grpc.StatusCode, details: str | None, name: str | None) -> None:
-        self._status = (code, details, () if name is None else ((ERROR_METADATA, name),))
-
-    def code(self) -> grpc.StatusCode:
-        return self._status[0]
-
-    def details(self) -> str | None:
-        return self._status[1]
-
-    def trailing_metadata(self) -> Any:
-        return self._status[2]
-
-
 @pytest.mark.parametrize("kind", TREE)
 def test_every_error_of_the_tree_comes_back_as_itself(kind: type[errors.KvtierError]) -> None:
-    status = Status(server_errors.status_code(kind("why")), "why", kind.__name__)
-    error = translate(status)
+    code = server_errors.status_code(kind("why")).value[0]
+    error = translate(Status(code, "why", {ERROR_METADATA: kind.__name__.encode()}))
     assert type(error) is kind
     assert str(error) == "why"
     assert reason_of(error)
 
 
-@pytest.mark.parametrize("code", list(grpc.StatusCode))
-@pytest.mark.parametrize("name", [None, "dict", "KvtierError", "annotations", "__name__", "Nonsense"])
-def test_any_status_becomes_an_error_of_the_tree(code: grpc.StatusCode, name: str | None) -> None:
-    assert isinstance(translate(Status(code, None, name)), errors.KvtierError)
+@pytest.mark.parametrize("code", [*(code.value[0] for code in grpc.StatusCode), 99, -1])
+@pytest.mark.parametrize("name", [b"", b"dict", b"KvtierError", b"annotations", b"__name__", b"\xff"])
+def test_any_status_becomes_an_error_of_the_tree(code: int, name: bytes) -> None:
+    assert isinstance(translate(Status(code, "", {ERROR_METADATA: name})), errors.KvtierError)
+
+
+def test_without_a_name_the_code_says_what_it_is() -> None:
+    for kind in (errors.InvalidRequest, errors.UnknownId, errors.LimitExceeded, errors.DeadlineExceeded):
+        code = server_errors.status_code(kind("why")).value[0]
+        assert type(translate(Status(code, "why", {}))) is kind
 
 
 def test_both_sides_agree_on_the_metadata() -> None:
-    assert ERROR_METADATA == server_errors.ERROR_METADATA
+    assert ERROR_METADATA.decode() == server_errors.ERROR_METADATA
 
 
 def test_a_deadline_that_is_over_makes_no_call() -> None:
@@ -68,8 +59,8 @@ def test_a_deadline_that_is_over_makes_no_call() -> None:
 def test_nobody_answers(tmp_path: Any) -> None:
     wire = Wire(str(tmp_path / "none.sock"))
     with pytest.raises(errors.Unavailable):
-        wire.call("GetStatus", admin_pb2.GetStatusRequest(), 5.0, admin=True)
+        wire.call("GetStatus", admin_pb2.GetStatusRequest(), 5.0)
     wire.close()
     wire.close()
     with pytest.raises(errors.Unavailable, match="closed"):
-        wire.call("GetStatus", admin_pb2.GetStatusRequest(), 5.0, admin=True)
+        wire.call("GetStatus", admin_pb2.GetStatusRequest(), 5.0)
