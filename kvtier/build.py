@@ -87,4 +87,10 @@ def core_config(config: Config) -> CoreConfig:
         max_unfinished_fraction=config.max_unfinished_fraction,
         max_pinned_fraction=config.max_pinned_fraction,
         max_replies=config.max_replies,
+        has_index=False,
+        max_pulls=config.max_pulls,
+        max_pulled_fraction=config.max_pulled_fraction,
+        max_given_fraction=config.max_given_fraction,
+        pull_bytes_per_s=config.pull_bytes_per_s,
+        pull_floor_s=config.pull_floor_s,
     )

@@ -20,6 +20,7 @@ from pydantic import (
     BeforeValidator,
     ByteSize,
     Field,
+    SecretStr,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
@@ -132,6 +133,53 @@ class Config(BaseSettings):
     scrub_bytes_per_s: Size = Field(
         64 * MIB, description="bytes that are verified in the background each second; 0: none"
     )
+
+    index: str = Field(
+        "",
+        description="where locations are shared: redis://HOST:PORT[/DB], rediss://..., "
+        "redis+sentinel://HOST:PORT,HOST:PORT/MASTER, redis+cluster://HOST:PORT,..., 'none', or empty: a "
+        "private Valkey of this node",
+    )
+    index_user: str = Field("", description="ACL user of the index; empty: the default user")
+    index_password: SecretStr = Field(SecretStr(""), description="password of the index")
+    index_password_file: Path | None = Field(None, description="file that holds the password instead")
+    index_ca_file: Path | None = Field(
+        None, description="CA of the index's TLS certificate; empty: the system's"
+    )
+    index_prefix: str = Field(
+        "kvtier", pattern=r"^[A-Za-z0-9_.:-]{1,64}$", description="first part of every key in the index"
+    )
+    index_ttl_s: Seconds = Field(
+        3600.0, description="a location that its owner does not renew ends after this"
+    )
+    index_timeout_s: Seconds = Field(0.02, description="a lookup waits so long for the index")
+    heartbeat_s: Seconds = Field(5.0, description="how often a node says that it lives")
+    dead_after_s: Seconds = Field(15.0, description="a node without heartbeat counts as dead after this")
+    publish_per_s: Count = Field(
+        20_000, description="locations that are republished or reconciled each second"
+    )
+    max_unpublished: Count = Field(1_000_000, description="changes kept while the index cannot be reached")
+
+    peer_host: str = Field("127.0.0.1", description="address that other nodes' calls are answered on")
+    peer_port: int = Field(0, ge=-1, le=65_535, description="its port; 0: any free port, -1: no peers")
+    peer_address: str = Field("", description="HOST:PORT under which others reach it; empty: as bound")
+    insecure: bool = Field(False, description="allow peers off the loopback without TLS")
+    tls_cert_file: Path | None = Field(None, description="this node's certificate for peers (PEM)")
+    tls_key_file: Path | None = Field(None, description="its private key (PEM)")
+    tls_ca_file: Path | None = Field(
+        None, description="the CA that peers' certificates have to be signed by (PEM)"
+    )
+    transfer: Annotated[Literal["auto", "nixl", "stream"], BeforeValidator(_lower)] = Field(
+        "auto", description="how bytes come from peers: nixl, stream (gRPC), or auto (the best that works)"
+    )
+    pull_batch_bytes: Size = Field(16 * MIB, description="bytes of one step of a pull, 1 MiB to 1 GiB")
+    pull_floor_s: Seconds = Field(0.1, description="a pull may take twice its estimate, but at least this")
+    max_pulls: Count = Field(64, description="pulls at once")
+    pull_bytes_per_s: Size = Field(1000 * MIB, description="believed of a peer until it has been measured")
+    max_pulled_fraction: Fraction = Field(
+        0.25, description="part of a tier that pulls may be filling at once"
+    )
+    max_given_fraction: Fraction = Field(0.25, description="part of a tier that one peer may lease")
 
     metrics_port: int = Field(
         9470, ge=-1, le=65_535, description="Prometheus metrics on loopback; 0: any free port, -1: off"

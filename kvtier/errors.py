@@ -58,3 +58,15 @@ class Corruption(KvtierError):
 
 class TierFault(KvtierError):
     """A medium failed to read, write or delete: nothing is known of the slots that were named."""
+
+
+class IndexFault(Unavailable):
+    """The index cannot be reached or did not answer in time: nothing is known of other nodes."""
+
+
+class Fenced(KvtierError):
+    """A younger daemon of this node's identity is registered: this one must stop serving."""
+
+
+class TransferFault(KvtierError):
+    """Bytes did not arrive from a peer; nothing writes to their destination any more."""

@@ -1,7 +1,9 @@
-"""What a medium and a policy have to offer: read this second, after `types.py`.
+"""What a medium, a transport, an index and a policy have to offer: read this second, after `types.py`.
 
-The core decides which slot holds which block; a `Tier` stores bytes and decides nothing. A new medium
-is one file in `tiers/`, one subclass of `kvtier.testing.tier_tests.TierTests`, one line in `build.py`.
+The core decides which slot holds which block; a `Tier` stores bytes and decides nothing, a `Transfer`
+moves bytes between nodes, an `Index` says which nodes may have what. A new medium is one file in
+`tiers/`, one subclass of `kvtier.testing.tier_tests.TierTests`, one line in `build.py`; likewise
+`transfer/` with `TransferTests` and `index/` with `IndexTests`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
-from kvtier.types import BlockId, Slot, TierKind
+from kvtier.types import BlockId, Location, NodeRecord, Slot, TierKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,143 @@ class Growing(Protocol):
     def grow(self) -> int:
         """Take what has become free, never beyond the cap; returns the new `allocated_bytes`."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """The other side of a transfer: a peer's arena under one lease.
+
+    Attributes
+    ----------
+    node, incarnation
+        Which peer, and which life of it: state of an earlier incarnation is never used.
+    address
+        ``host:port`` of its peer service.
+    arena, base_address
+        The arena that offsets refer to, and where it begins in the peer's own memory (what NIXL registered).
+    metadata
+        What the peer's transfer of the same name published; empty where it needs none.
+    lease
+        Under which the peer keeps the slots.
+    """
+
+    node: str
+    incarnation: int
+    address: str
+    arena: int
+    base_address: int
+    metadata: bytes
+    lease: int
+
+
+class Transfer(ABC):
+    """Pulls bytes out of peers' arenas into this node's own.
+
+    All methods are called from the node's event loop; `pull` may run several times at once. What blocks
+    runs in threads of the transfer's own.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    async def open(self, memory: memoryview) -> None:
+        """Make `memory`, the whole arena, readable for peers and writable for pulls.
+
+        Raises
+        ------
+        Unavailable
+            It cannot work on this machine; says why. Nothing is left behind.
+        """
+
+    @abstractmethod
+    def metadata(self) -> bytes:
+        """What a peer needs to pull from here (at most 64 KiB); empty where it needs nothing."""
+
+    @abstractmethod
+    async def pull(
+        self,
+        remote: Remote,
+        sources: Sequence[int],
+        sizes: Sequence[int],
+        into: Sequence[int],
+        timeout_s: float,
+    ) -> None:
+        """Copy ``sizes[i]`` bytes at offset ``sources[i]`` of the peer's arena to offset ``into[i]`` of the own.
+
+        When this returns or raises, cancellation included, nothing writes to `into` any more: a transport
+        that cannot cancel destroys whatever still could write before it lets go.
+
+        Raises
+        ------
+        TransferFault
+            Not all bytes are there: the peer died, does not answer, refused, or the time was over.
+        """
+
+    @abstractmethod
+    async def serve(self, seconds: float) -> None:
+        """Peers may pull from here during the next `seconds`: give the transport what it needs to answer."""
+
+    @abstractmethod
+    async def forget(self, node: str) -> None:
+        """Drop all that is known of a peer (it died, or begins anew); idempotent."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Nothing is written or read by this transfer any more when this returns; idempotent."""
+
+
+class Index(ABC):
+    """Which nodes may hold which blocks, and which nodes there are: a hint, shared by all nodes.
+
+    Every method may raise `IndexFault`: it cannot be reached, or did not answer within its bound. What is
+    read was written by anybody: entries that are not well-formed are left out, never raised.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Connect; raises `ConfigError` where the address can never work."""
+
+    @abstractmethod
+    async def register(self, record: NodeRecord) -> int:
+        """Begin a life of a node: returns its incarnation, at least ``record.incarnation`` and larger than
+        any that the index knows of this node. From then on an older one is fenced.
+        """
+
+    @abstractmethod
+    async def heartbeat(self, record: NodeRecord) -> bool:
+        """Say that the node lives; False where the index had lost it (publish everything anew).
+
+        Raises
+        ------
+        Fenced
+            A younger incarnation, or another instance of this one, is registered.
+        """
+
+    @abstractmethod
+    async def leave(self, record: NodeRecord) -> None:
+        """The node stops: it is no longer listed. Does nothing if another incarnation is registered."""
+
+    @abstractmethod
+    async def nodes(self) -> list[NodeRecord]:
+        """Every node whose last heartbeat is not too old."""
+
+    @abstractmethod
+    async def publish(self, record: NodeRecord, blocks: Sequence[BlockId], tier: TierKind) -> None:
+        """`record` has these blocks in `tier`; renews those that are published already."""
+
+    @abstractmethod
+    async def withdraw(self, record: NodeRecord, blocks: Sequence[BlockId]) -> None:
+        """`record` no longer has these blocks."""
+
+    @abstractmethod
+    async def find(self, blocks: Sequence[BlockId]) -> list[tuple[Location, ...]]:
+        """Where each of these blocks may lie: one entry for each, in order."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Disconnect; idempotent."""
 
 
 class Policy(Protocol):

@@ -233,6 +233,8 @@ class Node:
                 case m.Lost():
                     self.metrics.lost_blocks.labels(action.reason).inc(len(action.blocks))
                     log.warning("blocks lost", count=len(action.blocks), reason=action.reason)
+                case m.Find() | m.Pull() | m.Ready() | m.Publish():
+                    raise AssertionError("the core speaks of other nodes, but has no index")
                 case _:
                     reply = action
         return reply

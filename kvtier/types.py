@@ -280,12 +280,50 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a block lies. One with an older incarnation of its node does not count."""
+    """Where a block lies, as the index says: a hint, of which the owner knows the truth.
+
+    Arena and slot are the owner's business: it names them when it grants a lease. A location with
+    another incarnation than its node has now does not count.
+    """
 
     node: str
     incarnation: int
     tier: TierKind
-    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """What a node says of itself in the index, renewed with each heartbeat.
+
+    Attributes
+    ----------
+    node
+        32 hexadecimal digits.
+    incarnation
+        Grows with each start of the node; issued by the index where it can be reached.
+    instance
+        Drawn at random by each daemon process: tells two daemons of one identity apart.
+    name
+        For operators.
+    address
+        ``host:port`` of its peer service; empty where it has none.
+    protocol_version
+        Of peer.proto.
+    capacity_bytes, resident_bytes
+        Of all tiers together.
+    load
+        0 (idle) .. 1 (as many pulls as it serves at once).
+    """
+
+    node: str
+    incarnation: int
+    instance: str
+    name: str
+    address: str
+    protocol_version: int
+    capacity_bytes: int
+    resident_bytes: int
+    load: float = 0.0
 
 
 def runs(indices: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -33,6 +33,15 @@ class CoreConfig:
         Leases remembered after they ran out, so that their release is "too late", not "unknown".
     load_overhead_s, load_bytes_per_s
         Constant part of an estimate, and the rate believed until the first loads have been measured.
+    has_index
+        Blocks that come and go are published, and what is missing here is looked for elsewhere.
+    max_pulls, max_pulled_fraction
+        Pulls at once, and the share of a tier's allocated bytes that they may be filling.
+    max_given_fraction
+        Share of a tier's allocated bytes that one peer may protect by leases.
+    pull_overhead_s, pull_bytes_per_s, pull_floor_s
+        Constant part of a pull's estimate, the rate believed of a peer until it has been measured, and the
+        least time that a pull may take before it is cut (else twice its estimate).
     """
 
     lease_ttl_s: float = 30.0
@@ -52,6 +61,13 @@ class CoreConfig:
     max_expired_leases: int = 65536
     load_overhead_s: float = 0.001
     load_bytes_per_s: float = 4e9
+    has_index: bool = False
+    max_pulls: int = 64
+    max_pulled_fraction: float = 0.25
+    max_given_fraction: float = 0.25
+    pull_overhead_s: float = 0.003
+    pull_bytes_per_s: float = 1e9
+    pull_floor_s: float = 0.1
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -59,7 +75,7 @@ class CoreConfig:
             if name.endswith("_fraction"):
                 if not 0 < value <= 1:
                     raise ConfigError(f"{name} is {value}: allowed is above 0 and up to 1")
-            elif not value > 0:
+            elif not isinstance(value, bool) and not value > 0:
                 raise ConfigError(f"{name} is {value}: allowed is above 0")
 
 

@@ -15,7 +15,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.types import BlockId, Key, Layout, Slot, TierKind
+from kvtier.types import BlockId, Key, Layout, Location, Slot, TierKind
 
 # ---- events: requests of engines
 
@@ -36,7 +36,8 @@ class Lookup:
     """How many leading blocks do all of shards 0 .. shard_count-1 have? Holds them for `request`.
 
     The hold belongs to the request's id alone: the process that asks (the engine's scheduler) and
-    those that load (its workers) are registered under different ids.
+    those that load (its workers) are registered under different ids. `block_compute_s` is what the engine
+    takes to compute one block (0: unknown): of what lies elsewhere only what loads faster is offered.
     """
 
     engine: str
@@ -44,6 +45,7 @@ class Lookup:
     keys: Sequence[Key]
     shard_count: int
     fingerprint: bytes
+    block_compute_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,29 @@ class Abort:
     engine: str
     reservation: int
     keys: Sequence[Key] = ()
+
+
+# ---- events: requests of peers
+
+
+@dataclass(frozen=True, slots=True)
+class Acquire:
+    """A peer wants to read the leading run of these blocks of one shard; answered by `Leased`.
+
+    The peer counts as a party named ``peer:<node>`` (`peer_name`), whose leases are charged and bounded like
+    an engine's; `Release` with that name as `engine` ends them.
+    """
+
+    call_id: bytes
+    peer: str
+    keys: Sequence[Key]
+    shard: int
+    fingerprint: bytes
+
+
+def peer_name(node: str) -> str:
+    """The name under which a peer holds leases; no engine can have it."""
+    return f"peer:{node}"
 
 
 # ---- events: requests of operators
@@ -177,8 +202,53 @@ class Tick:
     """Time has passed: leases, holds, reservations and pins may have run out."""
 
 
-Request = RegisterEngine | Lookup | Load | Release | Reserve | Commit | Abort | Pin | Unpin | Evict
-Observation = EngineDied | Dropped | Verified | Grow | Scrub | Tick
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Answer to `Find`: where the index knows the tail of `lookup`; answered by a new `Offered`.
+
+    Only places that count: of nodes that live, in their present incarnation, not this node, and not one
+    that keeps failing. ``places[shard][i]`` belongs to ``lookup.keys[first + i]``.
+    """
+
+    lookup: Lookup
+    first: int
+    places: Sequence[Sequence[Sequence[Location]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The next blocks of a pull lie in their slots, verified, under a lease that was valid when they did."""
+
+    pull: int
+    checksums: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class PullEnded:
+    """A pull is over and nothing writes to its slots any more; blocks that have not arrived never will.
+
+    `fault` is empty where the peer gave all it had.
+    """
+
+    pull: int
+    fault: str = ""
+
+
+Request = (
+    RegisterEngine
+    | Lookup
+    | Load
+    | Release
+    | Reserve
+    | Commit
+    | Abort
+    | Acquire
+    | Located
+    | Pin
+    | Unpin
+    | Evict
+)
+Observation = EngineDied | Dropped | Verified | Grow | Scrub | Tick | Arrived | PullEnded
 Event = Request | Observation
 
 
@@ -194,23 +264,32 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """`blocks` leading keys are held; `reason` ("", "missing", "limit") says why not more."""
+    """`blocks` leading keys are held; `reason` ("", "missing", "limit", "slow") says why not more.
+
+    Some of them may still be on their way (`coming`, the last ones). "slow": the rest would take longer to
+    load than to compute.
+    """
 
     blocks: int
     estimate_s: float
     hold_ttl_s: float
     reason: str
     tiers: dict[TierKind, int]
+    coming: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """Leading keys that are in these slots; fewer than asked where some are gone."""
+    """Leading keys that are in these slots; fewer than asked where some are gone.
+
+    `coming` more are leased and on their way: `Ready` names their slots as they arrive.
+    """
 
     lease: int
     slots: list[Slot]
     checksums: list[bytes]
     lease_ttl_s: float
+    coming: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,5 +391,54 @@ class Lost:
     reason: str
 
 
-Instruction = Drop | Verify | Lost
+@dataclass(frozen=True, slots=True)
+class Find:
+    """Ask the index where ``lookup.keys[first:]`` lie (every shard), then answer `Located`."""
+
+    lookup: Lookup
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Read these blocks from a peer into these slots, in order; answer `Arrived` and at last `PullEnded`.
+
+    Nobody but this pull writes to the slots; they are given back by `PullEnded` alone, never by a timer.
+    """
+
+    pull: int
+    node: str
+    incarnation: int
+    shard: int
+    keys: list[Key]
+    slots: list[Slot]
+    block_bytes: int
+    fingerprint: bytes
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """More blocks of a lease: those from `first` on (counted in the lease) lie in these slots.
+
+    `is_last`: nothing more will follow, because all are here or the rest will not come.
+    """
+
+    lease: int
+    first: int
+    slots: list[Slot]
+    checksums: list[bytes]
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """For the index: blocks that became visible in `tier`, and blocks that are gone from it."""
+
+    tier: TierKind
+    added: list[BlockId]
+    removed: list[BlockId]
+
+
+Instruction = Drop | Verify | Lost | Find | Pull | Ready | Publish
 Action = Reply | Instruction

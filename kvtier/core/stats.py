@@ -23,6 +23,9 @@ class Counters:
     corrupt_blocks: int = 0
     dead_engines: int = 0
     expired_leases: int = 0
+    pulled_blocks: int = 0
+    failed_pulls: int = 0
+    given_blocks: int = 0
 
     def copy(self) -> Counters:
         """As they are now."""

@@ -11,7 +11,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("node_id", "incarnation", "version", "uptime_s", "state", "index", "tiers", "engines", "counters", "metrics_address", "notices")
+    __slots__ = ("node_id", "incarnation", "version", "uptime_s", "state", "index", "tiers", "engines", "counters", "metrics_address", "notices", "transfers", "peer_address", "index_reachable", "unpublished")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,10 @@ class GetStatusResponse(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NOTICES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_REACHABLE_FIELD_NUMBER: _ClassVar[int]
+    UNPUBLISHED_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: int
     version: str
@@ -34,7 +38,21 @@ class GetStatusResponse(_message.Message):
     counters: Counters
     metrics_address: str
     notices: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., state: _Optional[str] = ..., index: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., metrics_address: _Optional[str] = ..., notices: _Optional[_Iterable[str]] = ...) -> None: ...
+    transfers: _containers.RepeatedCompositeFieldContainer[TransferStatus]
+    peer_address: str
+    index_reachable: bool
+    unpublished: int
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., state: _Optional[str] = ..., index: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., metrics_address: _Optional[str] = ..., notices: _Optional[_Iterable[str]] = ..., transfers: _Optional[_Iterable[_Union[TransferStatus, _Mapping]]] = ..., peer_address: _Optional[str] = ..., index_reachable: _Optional[bool] = ..., unpublished: _Optional[int] = ...) -> None: ...
+
+class TransferStatus(_message.Message):
+    __slots__ = ("name", "usable", "detail")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    USABLE_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    usable: bool
+    detail: str
+    def __init__(self, name: _Optional[str] = ..., usable: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("tier", "capacity_bytes", "allocated_bytes", "resident_bytes", "reserved_bytes", "quarantined_bytes", "draining_bytes", "leased_bytes", "pinned_bytes", "old_arena_bytes", "blocks", "name")
@@ -85,7 +103,7 @@ class EngineStatus(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., description: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., registered_s: _Optional[float] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("lookups", "lookup_blocks", "hit_blocks", "loaded_blocks", "failed_loads", "stored_blocks", "aborted_blocks", "refused_blocks", "evicted_blocks", "corrupt_blocks", "dead_engines", "expired_leases")
+    __slots__ = ("lookups", "lookup_blocks", "hit_blocks", "loaded_blocks", "failed_loads", "stored_blocks", "aborted_blocks", "refused_blocks", "evicted_blocks", "corrupt_blocks", "dead_engines", "expired_leases", "pulled_blocks", "failed_pulls", "given_blocks")
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +116,9 @@ class Counters(_message.Message):
     CORRUPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DEAD_ENGINES_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    PULLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_PULLS_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     lookups: int
     lookup_blocks: int
     hit_blocks: int
@@ -110,13 +131,18 @@ class Counters(_message.Message):
     corrupt_blocks: int
     dead_engines: int
     expired_leases: int
-    def __init__(self, lookups: _Optional[int] = ..., lookup_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., failed_loads: _Optional[int] = ..., stored_blocks: _Optional[int] = ..., aborted_blocks: _Optional[int] = ..., refused_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., corrupt_blocks: _Optional[int] = ..., dead_engines: _Optional[int] = ..., expired_leases: _Optional[int] = ...) -> None: ...
+    pulled_blocks: int
+    failed_pulls: int
+    given_blocks: int
+    def __init__(self, lookups: _Optional[int] = ..., lookup_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., failed_loads: _Optional[int] = ..., stored_blocks: _Optional[int] = ..., aborted_blocks: _Optional[int] = ..., refused_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., corrupt_blocks: _Optional[int] = ..., dead_engines: _Optional[int] = ..., expired_leases: _Optional[int] = ..., pulled_blocks: _Optional[int] = ..., failed_pulls: _Optional[int] = ..., given_blocks: _Optional[int] = ...) -> None: ...
 
 class LookupPrefixRequest(_message.Message):
-    __slots__ = ("keys",)
+    __slots__ = ("keys", "everywhere")
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    EVERYWHERE_FIELD_NUMBER: _ClassVar[int]
     keys: bytes
-    def __init__(self, keys: _Optional[bytes] = ...) -> None: ...
+    everywhere: bool
+    def __init__(self, keys: _Optional[bytes] = ..., everywhere: _Optional[bool] = ...) -> None: ...
 
 class LookupPrefixResponse(_message.Message):
     __slots__ = ("blocks", "places")
@@ -127,7 +153,7 @@ class LookupPrefixResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., places: _Optional[_Iterable[_Union[BlockPlace, _Mapping]]] = ...) -> None: ...
 
 class BlockPlace(_message.Message):
-    __slots__ = ("index", "shard", "node_id", "incarnation", "tier", "arena_id", "offset_bytes", "size_bytes", "pinned", "leases")
+    __slots__ = ("index", "shard", "node_id", "incarnation", "tier", "arena_id", "offset_bytes", "size_bytes", "pinned", "leases", "replica", "hint")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +164,8 @@ class BlockPlace(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
     index: int
     shard: int
     node_id: str
@@ -148,7 +176,65 @@ class BlockPlace(_message.Message):
     size_bytes: int
     pinned: bool
     leases: int
-    def __init__(self, index: _Optional[int] = ..., shard: _Optional[int] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., tier: _Optional[int] = ..., arena_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., pinned: _Optional[bool] = ..., leases: _Optional[int] = ...) -> None: ...
+    replica: bool
+    hint: bool
+    def __init__(self, index: _Optional[int] = ..., shard: _Optional[int] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., tier: _Optional[int] = ..., arena_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., pinned: _Optional[bool] = ..., leases: _Optional[int] = ..., replica: _Optional[bool] = ..., hint: _Optional[bool] = ...) -> None: ...
+
+class ListNodesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListNodesResponse(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ...) -> None: ...
+
+class GetNodeRequest(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
+
+class GetNodeResponse(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: NodeStatus
+    def __init__(self, node: _Optional[_Union[NodeStatus, _Mapping]] = ...) -> None: ...
+
+class NodeStatus(_message.Message):
+    __slots__ = ("node_id", "name", "incarnation", "address", "is_self", "capacity_bytes", "resident_bytes", "load", "state", "transfer", "pull_bytes_per_s", "round_trip_s", "pulled_blocks", "failed_pulls", "last_error")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    IS_SELF_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    PULL_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
+    PULLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_PULLS_FIELD_NUMBER: _ClassVar[int]
+    LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    name: str
+    incarnation: int
+    address: str
+    is_self: bool
+    capacity_bytes: int
+    resident_bytes: int
+    load: float
+    state: str
+    transfer: str
+    pull_bytes_per_s: float
+    round_trip_s: float
+    pulled_blocks: int
+    failed_pulls: int
+    last_error: str
+    def __init__(self, node_id: _Optional[str] = ..., name: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., is_self: _Optional[bool] = ..., capacity_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., load: _Optional[float] = ..., state: _Optional[str] = ..., transfer: _Optional[str] = ..., pull_bytes_per_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., pulled_blocks: _Optional[int] = ..., failed_pulls: _Optional[int] = ..., last_error: _Optional[str] = ...) -> None: ...
 
 class EvictPrefixRequest(_message.Message):
     __slots__ = ("call_id", "keys")

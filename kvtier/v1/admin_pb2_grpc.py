@@ -59,6 +59,16 @@ class AdminServiceStub:
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.UnpinPrefixRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.UnpinPrefixResponse.FromString,
                 _registered_method=True)
+        self.ListNodes = channel.unary_unary(
+                '/kvtier.v1.AdminService/ListNodes',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.ListNodesRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.ListNodesResponse.FromString,
+                _registered_method=True)
+        self.GetNode = channel.unary_unary(
+                '/kvtier.v1.AdminService/GetNode',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.GetNodeRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.GetNodeResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -97,6 +107,19 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListNodes(self, request, context):
+        """Every node that the index lists, and what this node knows of each.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetNode(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -124,6 +147,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.UnpinPrefix,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.UnpinPrefixRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.UnpinPrefixResponse.SerializeToString,
+            ),
+            'ListNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNodes,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.ListNodesRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.ListNodesResponse.SerializeToString,
+            ),
+            'GetNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetNode,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.GetNodeRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.GetNodeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -261,6 +294,60 @@ class AdminService:
             '/kvtier.v1.AdminService/UnpinPrefix',
             kvtier_dot_v1_dot_admin__pb2.UnpinPrefixRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.UnpinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.AdminService/ListNodes',
+            kvtier_dot_v1_dot_admin__pb2.ListNodesRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.AdminService/GetNode',
+            kvtier_dot_v1_dot_admin__pb2.GetNodeRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.GetNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

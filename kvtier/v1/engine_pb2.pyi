@@ -95,32 +95,36 @@ class Arena(_message.Message):
     def __init__(self, arena_id: _Optional[int] = ..., path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., allocated_bytes: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("engine_id", "request_id", "keys", "shard_count", "fingerprint")
+    __slots__ = ("engine_id", "request_id", "keys", "shard_count", "fingerprint", "block_compute_s")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     request_id: str
     keys: bytes
     shard_count: int
     fingerprint: bytes
-    def __init__(self, engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., keys: _Optional[bytes] = ..., shard_count: _Optional[int] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
+    block_compute_s: float
+    def __init__(self, engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., keys: _Optional[bytes] = ..., shard_count: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., block_compute_s: _Optional[float] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("blocks", "estimate_s", "hold_ttl_s", "reason", "tiers")
+    __slots__ = ("blocks", "estimate_s", "hold_ttl_s", "reason", "tiers", "coming")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ESTIMATE_S_FIELD_NUMBER: _ClassVar[int]
     HOLD_TTL_S_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     estimate_s: float
     hold_ttl_s: float
     reason: str
     tiers: _containers.RepeatedCompositeFieldContainer[TierCount]
-    def __init__(self, blocks: _Optional[int] = ..., estimate_s: _Optional[float] = ..., hold_ttl_s: _Optional[float] = ..., reason: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ...) -> None: ...
+    coming: int
+    def __init__(self, blocks: _Optional[int] = ..., estimate_s: _Optional[float] = ..., hold_ttl_s: _Optional[float] = ..., reason: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ..., coming: _Optional[int] = ...) -> None: ...
 
 class TierCount(_message.Message):
     __slots__ = ("tier", "blocks")
@@ -145,20 +149,22 @@ class LoadRequest(_message.Message):
     def __init__(self, call_id: _Optional[bytes] = ..., engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., keys: _Optional[bytes] = ..., shard: _Optional[int] = ...) -> None: ...
 
 class LoadResponse(_message.Message):
-    __slots__ = ("lease_id", "first", "slots", "checksums", "lease_ttl_s", "tier")
+    __slots__ = ("lease_id", "first", "slots", "checksums", "lease_ttl_s", "tier", "coming")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     first: int
     slots: bytes
     checksums: bytes
     lease_ttl_s: float
     tier: int
-    def __init__(self, lease_id: _Optional[int] = ..., first: _Optional[int] = ..., slots: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., lease_ttl_s: _Optional[float] = ..., tier: _Optional[int] = ...) -> None: ...
+    coming: int
+    def __init__(self, lease_id: _Optional[int] = ..., first: _Optional[int] = ..., slots: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., lease_ttl_s: _Optional[float] = ..., tier: _Optional[int] = ..., coming: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("call_id", "engine_id", "lease_id", "request_id", "corrupt_keys", "shard")
