@@ -152,7 +152,7 @@ class Transfer(ABC):
         into: Sequence[int],
         timeout_s: float,
     ) -> None:
-        """Copy ``sizes[i]`` bytes at offset ``sources[i]`` of the peer's arena to offset ``into[i]`` of the own.
+        """Copy ``sizes[i]`` bytes at ``sources[i]`` of the peer's arena to ``into[i]`` of the own (offsets).
 
         When this returns or raises, cancellation included, nothing writes to `into` any more: a transport
         that cannot cancel destroys whatever still could write before it lets go.
