@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, make_wsgi_app
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -24,6 +24,7 @@ SCRAPE_TIMEOUT_S: Final = 5.0
 _LATENCY_BUCKETS_S: Final = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0,
 )  # fmt: skip
+_PULL_BUCKETS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,12 @@ class Sample:
         Tier's name -> state of its bytes (``resident``, ``reserved``, ...) -> bytes.
     blocks
         Tier's name -> resident blocks.
+    peers
+        State (``up``, ``failing``, ``unreached``) -> other nodes that live.
+    index_up
+        Whether the index answered last time; None where there is none.
+    unpublished
+        Changes that the index has not been told yet.
     """
 
     counters: Mapping[str, int]
@@ -46,6 +53,9 @@ class Sample:
     engines: int
     uptime_s: float
     info: Mapping[str, str] = field(default_factory=dict)
+    peers: Mapping[str, int] = field(default_factory=dict)
+    index_up: bool | None = None
+    unpublished: int = 0
 
 
 class Metrics:
@@ -78,6 +88,44 @@ class Metrics:
         self.tier_faults = Counter(
             "kvtier_tier_faults", "Operations that a medium failed", ["tier"], registry=self.registry
         )
+        self._add_remote()
+
+    def _add_remote(self) -> None:
+        """What concerns other nodes. Labels: names of transfers, and words from a fixed list."""
+        self.pulls = Counter(
+            "kvtier_pulls",
+            "Reads from other nodes that ended, by outcome (whole, part, none) and the reason for less",
+            ["outcome", "reason"],
+            registry=self.registry,
+        )
+        self.pulled_bytes = Counter(
+            "kvtier_pulled_bytes",
+            "Bytes read from other nodes, verified",
+            ["transfer"],
+            registry=self.registry,
+        )
+        self.pull_seconds = Histogram(
+            "kvtier_pull_seconds",
+            "Time that a read from another node took",
+            ["transfer"],
+            buckets=_PULL_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.transfers_running = Gauge(
+            "kvtier_transfers_running",
+            "Reads from other nodes under way",
+            ["transfer"],
+            registry=self.registry,
+        )
+        self.index_faults = Counter(
+            "kvtier_index_faults",
+            "Calls that the index did not answer in time",
+            ["operation"],
+            registry=self.registry,
+        )
+        self.published = Counter(
+            "kvtier_index_changes", "Locations told to the index", ["change"], registry=self.registry
+        )
 
     def read_from(self, source: Callable[[], Sample]) -> None:
         """Let scrapes show what `source` returns; it is called in the thread that scrapes."""
@@ -106,11 +154,27 @@ class _NodeCollector(Collector):
         for tier, value in sample.blocks.items():
             blocks.add_metric([tier], value)
         yield blocks
+        yield from _remote(sample)
         yield GaugeMetricFamily("kvtier_engines", "Engine processes registered", value=sample.engines)
         yield GaugeMetricFamily("kvtier_uptime_seconds", "Time since the start", value=sample.uptime_s)
         info = GaugeMetricFamily("kvtier_node_info", "Always 1", labels=list(sample.info))
         info.add_metric(list(sample.info.values()), 1)
         yield info
+
+
+def _remote(sample: Sample) -> Iterator[Metric]:
+    if sample.index_up is None:
+        return
+    peers = GaugeMetricFamily("kvtier_peers", "Other nodes that live", labels=["state"])
+    for state, value in sample.peers.items():
+        peers.add_metric([state], value)
+    yield peers
+    yield GaugeMetricFamily(
+        "kvtier_index_up", "Whether the index answered last time", value=int(sample.index_up)
+    )
+    yield GaugeMetricFamily(
+        "kvtier_unpublished", "Changes that the index has not been told yet", value=sample.unpublished
+    )
 
 
 class MetricsServer:
