@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 from kvtier.types import Key, Namespace, chain_keys
 from kvtier_vllm.metadata import hold_id
+from kvtier_vllm.prefill import PrefillRate
 from kvtier_vllm.settings import Settings
 
 logger = logging.getLogger("vllm.kvtier")
@@ -40,7 +41,9 @@ class Offer(Protocol):
 class LookupClient(Protocol):
     """The part of `EngineClient` that the scheduler uses."""
 
-    def lookup(self, request_id: str, keys: list[Key]) -> Offer: ...  # noqa: D102
+    def lookup(  # noqa: D102
+        self, request_id: str, keys: list[Key], *, block_compute_s: float
+    ) -> Offer: ...
 
     def release_hold(self, request_id: str) -> None: ...  # noqa: D102
 
@@ -93,18 +96,24 @@ class Lookups:
     """
 
     def __init__(
-        self, client: LookupClient, settings: Settings, engine_id: str, clock: Callable[[], float]
+        self,
+        client: LookupClient,
+        settings: Settings,
+        engine_id: str,
+        clock: Callable[[], float],
+        prefill: PrefillRate,
     ) -> None:
         self.trusted = True
         self._client = client
         self._timeout_s = settings.lookup_timeout_s
         self._engine_id = engine_id
         self._clock = clock
+        self._prefill = prefill
         self._closed = False
         self._pool = ThreadPoolExecutor(settings.lookup_threads, thread_name_prefix="kvtier-lookup")
         self._room = threading.BoundedSemaphore(settings.max_lookups)
         # The first call pays for the channel and the registration: not a request's, but this one.
-        self._pool.submit(client.lookup, hold_id(engine_id, ""), [])
+        self._pool.submit(client.lookup, hold_id(engine_id, ""), [], block_compute_s=0.0)
 
     def ask(self, prompt: Prompt, *, only_keys: bool = False) -> Lookup | None:
         """Hash the prompt and look it up; None where too many wait for that already."""
@@ -144,7 +153,11 @@ class Lookups:
                 prompt.keys = chain_keys(namespace.root(), prompt.tokens, namespace.block_tokens)
             if only_keys:
                 return NOTHING
-            offer = self._client.lookup(hold_id(self._engine_id, prompt.request_id), prompt.keys)
+            offer = self._client.lookup(
+                hold_id(self._engine_id, prompt.request_id),
+                prompt.keys,
+                block_compute_s=self._prefill.block_compute_s(prompt.namespace.block_tokens),
+            )
             self.trusted = offer.reason not in SILENT
             return offer
         except Exception:

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.types import Key, Layout
+from kvtier_vllm.prefill import StepTime
 
 
 def hold_id(engine_id: str, request_id: str) -> str:
@@ -58,6 +59,8 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
         Finished requests whose blocks vLLM retains until `finished_sending` names them, once.
     idle
         The step computes nothing.
+    timed_tokens
+        All tokens of a step that mostly computes prompts: the worker times it. 0 for any other.
     """
 
     epoch: int
@@ -66,6 +69,7 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
     preempted: frozenset[str] = frozenset()
     finishing: frozenset[str] = frozenset()
     idle: bool = False
+    timed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +94,14 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         For each load that has ended how many leading blocks are in place.
     weights
         Present for as long as it is not what the scheduler believes.
+    computed
+        Steps that were timed.
     """
 
     saved: list[int] = field(default_factory=list)
     loaded: dict[str, int] = field(default_factory=dict)
     weights: WeightsState | None = None
+    computed: list[StepTime] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         """Never called: engines of more than one worker are refused at start."""

@@ -34,6 +34,7 @@ from kvtier_vllm.lookups import (
     Prompt,
 )
 from kvtier_vllm.metadata import Handshake, LoadOrder, SaveOrder, StepOrders, StepReport
+from kvtier_vllm.prefill import MIN_STEP_TOKENS, PrefillRate, timed_tokens
 from kvtier_vllm.saves import SaveBook
 from kvtier_vllm.settings import Settings
 
@@ -129,6 +130,7 @@ class SchedulerSide:
     ) -> None:
         self.counters = Counters()
         self.eras = Eras(weights, settings.tenant)
+        self.prefill = PrefillRate()
         self._settings = settings
         self._engine_id = engine_id
         self._make_client = make_client
@@ -156,7 +158,7 @@ class SchedulerSide:
         self._handshake = handshake
         self._block_tokens = handshake.layout.block_tokens
         client = self._make_client(handshake.layout)
-        self._lookups = Lookups(client, self._settings, self._engine_id, self._clock)
+        self._lookups = Lookups(client, self._settings, self._engine_id, self._clock, self.prefill)
 
     def on_new_request(self, request: Any) -> None:
         """Start the lookup of a request, if kvtier can do anything for it."""
@@ -225,6 +227,7 @@ class SchedulerSide:
             preempted=preempted,
             finishing=frozenset(self._finishing),
             idle=output.total_num_scheduled_tokens == 0,
+            timed_tokens=self._timed_tokens(output),
         )
         self._new_loads = []
         self._finishing.clear()
@@ -239,6 +242,8 @@ class SchedulerSide:
                 self._saved(job)
             for request_id, blocks in report.loaded.items():
                 self._loaded(request_id, blocks)
+            for step in report.computed:
+                self.prefill.note(step)
             if report.weights is not None:
                 self.eras.adopt(report.weights)
         self.eras.try_to_serve(self._kv_cache_manager)
@@ -367,6 +372,14 @@ class SchedulerSide:
         if stats is not None and request.num_preemptions == 0:
             loaded_tokens = blocks * self._block_tokens
             stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, loaded_tokens)
+
+    def _timed_tokens(self, output: Any) -> int:
+        total, scheduled = output.total_num_scheduled_tokens, output.num_scheduled_tokens
+        if total < MIN_STEP_TOKENS:  # most steps: they only decode
+            return 0
+        requests = {name: self._requests[name].request for name in scheduled if name in self._requests}
+        left = {name: each.num_prompt_tokens - each.num_computed_tokens for name, each in requests.items()}
+        return timed_tokens(total, scheduled, left)
 
     def _new_saves(self, output: Any) -> list[SaveOrder]:
         """Saves of the prompt blocks that this step completes."""

@@ -30,6 +30,7 @@ from kvtier_vllm.metadata import (
     StepReport,
     hold_id,
 )
+from kvtier_vllm.prefill import Stopwatch
 from kvtier_vllm.settings import Settings
 from kvtier_vllm.weights import WeightsWatch
 
@@ -79,6 +80,7 @@ class WorkerSide:
         self._pages: Any = None
         self._handshake: Handshake | None = None
         self._fence_device: torch.device | None = None
+        self._stopwatch = Stopwatch(None)
         self._orders: StepOrders | None = None
         self._unended: list[SaveOrder] = []
         self._changed = threading.Condition()
@@ -105,6 +107,7 @@ class WorkerSide:
         self._client = make_client(handshake.layout)
         self._handshake = handshake
         self._fence_device = rows[0].device if rows[0].device.type != "cpu" else None
+        self._stopwatch = Stopwatch(self._fence_device)
         # Connecting and mapping take their time: not a request's, but this one.
         threading.Thread(target=self._client.prepare, name="kvtier-prepare", daemon=True).start()
 
@@ -139,6 +142,7 @@ class WorkerSide:
         self._finishing |= orders.finishing
         if orders.loads:
             self._start_loads(orders)
+        self._stopwatch.start(orders.timed_tokens)
 
     def _start_loads(self, orders: StepOrders) -> None:
         fence = self._fence()
@@ -154,6 +158,7 @@ class WorkerSide:
 
         With speculative decoding vLLM calls this after it has collected the step's results.
         """
+        self._stopwatch.stop()
         saves, self._unended = self._unended, []
         if not saves:
             return
@@ -195,7 +200,9 @@ class WorkerSide:
         state = self.watch.state
         if self._orders is not None and state.epoch != self._orders.epoch:
             report.weights = state
-        return report if report.saved or report.loaded or report.weights else None
+        report.computed = self._stopwatch.take()
+        is_news = report.saved or report.loaded or report.weights or report.computed
+        return report if is_news else None
 
     # -- details ---------------------------------------------------------------------------------------
 

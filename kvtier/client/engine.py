@@ -124,7 +124,9 @@ class EngineClient:
             time.sleep(PREPARE_POLL_S)
         return arena.is_populated
 
-    def lookup(self, request_id: str, keys: Sequence[Key], shard_count: int = 1) -> Offer:
+    def lookup(
+        self, request_id: str, keys: Sequence[Key], shard_count: int = 1, *, block_compute_s: float = 0.0
+    ) -> Offer:
         """How many leading blocks can be loaded; holds them for `request_id` until load, release or TTL.
 
         Parameters
@@ -135,6 +137,9 @@ class EngineClient:
             A chain, from the first block of the prompt.
         shard_count
             A block counts if shards ``0 .. shard_count-1`` all have it.
+        block_compute_s
+            What the engine takes to compute one block (0: unknown): of what lies elsewhere only what loads
+            faster is offered.
         """
         _check_keys(keys)
         deadline = Deadline(self._lookup_timeout_s)
@@ -147,6 +152,7 @@ class EngineClient:
                 keys=pack_keys(keys[: session.max_keys]),
                 shard_count=shard_count,
                 fingerprint=self._fingerprint,
+                block_compute_s=block_compute_s,
             )
             offer = _offer(self._link.call(session, "Lookup", request, deadline, math.inf), len(keys))
         except KvtierError as error:

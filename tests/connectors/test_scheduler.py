@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from kvtier_vllm import lookups as module
 from kvtier_vllm.metadata import Handshake, StepOrders, StepReport, WeightsState
+from kvtier_vllm.prefill import MIN_STEP_TOKENS, StepTime
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.settings import Settings
 
@@ -37,12 +38,14 @@ class ScriptedNode:
     answering: threading.Event = field(default_factory=threading.Event)
     asked: list[tuple[str, list[Key]]] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    block_compute_s: list[float] = field(default_factory=list)
     error: Exception | None = None
 
-    def lookup(self, request_id: str, keys: list[Key]) -> _Offer:
+    def lookup(self, request_id: str, keys: list[Key], *, block_compute_s: float) -> _Offer:
         assert self.answering.wait(10)
         if keys:
             self.asked.append((request_id, keys))
+            self.block_compute_s.append(block_compute_s)
         if self.error is not None:
             raise self.error
         return _Offer(min(self.blocks, len(keys)), reason=self.reason)
@@ -644,3 +647,27 @@ def test_two_names_of_weights_share_no_key(engine: Engine, node: ScriptedNode) -
     first, second, third = (keys[0] for _, keys in node.asked)
     assert first != second
     assert first == third
+
+
+def test_lookups_say_what_a_block_costs_to_compute(engine: Engine, node: ScriptedNode) -> None:
+    for number in range(2):
+        engine.side.report(StepReport(computed=[StepTime(1000, 2.0)]), ())
+        asked = request(f"r{number}")
+        engine.side.on_new_request(asked)
+        engine.side.matched_tokens(asked, 0)
+    assert node.block_compute_s == [0.0, pytest.approx(0.002 * TOKENS)]
+
+
+def test_the_worker_times_steps_that_compute_prompts(engine: Engine) -> None:
+    long, short = request("long", 4 * MIN_STEP_TOKENS), request("short")
+    for asked in (long, short):
+        engine.side.on_new_request(asked)
+        engine.side.matched_tokens(asked, 0)
+        engine.admit(asked, 0)
+    short.num_computed_tokens = short.num_prompt_tokens
+    both = {"long": MIN_STEP_TOKENS, "short": 1}
+    assert engine.step(both).timed_tokens == MIN_STEP_TOKENS + 1
+    assert engine.step({"short": 1}).timed_tokens == 0
+    assert engine.step({"foreign": MIN_STEP_TOKENS} | both).timed_tokens == 0
+    long.num_computed_tokens = long.num_prompt_tokens
+    assert engine.step(both).timed_tokens == 0

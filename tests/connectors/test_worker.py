@@ -351,3 +351,14 @@ def test_closing_stops_copies_and_can_be_repeated(node: DictNode, memory: list[t
     worker.close()
     assert node.closed >= 1
     assert node.blocks == {}
+
+
+def test_timed_steps_are_reported_once(worker: WorkerSide) -> None:
+    for tokens in (512, 0):
+        worker.begin_step(StepOrders(0, timed_tokens=tokens))
+        worker.end_step()
+    report = worker.take_report()
+    assert report is not None
+    assert [step.tokens for step in report.computed] == [512]
+    assert report.computed[0].seconds > 0
+    assert worker.take_report() is None
