@@ -82,10 +82,30 @@ class Wire:
         return answers[0]
 
     def stream(self, method: str, request: Any, timeout_s: float) -> Generator[Any]:
-        """The answers of a call, all within `timeout_s`; closing the generator cancels it."""
-        path, kind = _METHODS[method]
+        """The answers of a call, all within `timeout_s`; closing the generator cancels it.
+
+        A connection that lay idle may turn out to be closed just now; the call is then made again on a new
+        one. (Its `call_id` makes sure that the node carries it out once.)
+        """
         deadline = Deadline(timeout_s)
-        connection = self._take(deadline)
+        connection = self._idle_connection()
+        if connection is not None:
+            has_answer = False
+            try:
+                with contextlib.closing(self._stream_on(connection, method, request, deadline)) as answers:
+                    for answer in answers:
+                        has_answer = True
+                        yield answer
+                return
+            except Unavailable as error:
+                if has_answer or connection.is_usable or isinstance(error, DeadlineExceeded):
+                    raise
+        yield from self._stream_on(self._connect(deadline), method, request, deadline)
+
+    def _stream_on(
+        self, connection: Connection, method: str, request: Any, deadline: Deadline
+    ) -> Generator[Any]:
+        path, kind = _METHODS[method]
         answers = connection.call(path, request.SerializeToString(), deadline)
         try:
             for answer in answers:
@@ -115,7 +135,7 @@ class Wire:
             connection.close()
         self._reset()
 
-    def _take(self, deadline: Deadline) -> Connection:
+    def _idle_connection(self) -> Connection | None:
         with self._lock:
             if self._is_closed:
                 raise Unavailable("the client is closed")
@@ -124,8 +144,14 @@ class Wire:
                 if connection.is_fresh():
                     return connection
                 connection.close()
+        return None
+
+    def _connect(self, deadline: Deadline) -> Connection:
         connection = Connection(self._path, deadline)
         with self._lock:
+            if self._is_closed:
+                connection.close()
+                raise Unavailable("the client is closed")
             self._all.add(connection)
         return connection
 

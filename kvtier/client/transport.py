@@ -20,7 +20,7 @@ from collections.abc import Generator
 from typing import Final
 from urllib.parse import unquote
 
-from kvtier.errors import DeadlineExceeded, LimitExceeded, Unavailable
+from kvtier.errors import DeadlineExceeded, KvtierError, LimitExceeded, Unavailable
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 MAX_HEADER_BYTES: Final = 64 << 10
@@ -29,6 +29,8 @@ MAX_FRAME_BYTES: Final = 16_384
 RECEIVE_WINDOW_BYTES: Final = 1 << 30
 RECEIVE_BYTES: Final = 64 << 10
 MAX_STREAM_ID: Final = 1 << 30
+IDLE_READ_TIMEOUT_S: Final = 0.02
+"""Reading what an idle connection has received ends after this, and the connection with it."""
 SPIN_S: Final = 300e-6
 """So long, about as long as an answer takes, a call looks for it again and again before it sleeps: to wake up
 takes as long as a third of the whole call. Other threads of the process run meanwhile (no GIL is held)."""
@@ -53,6 +55,7 @@ _PRIORITY: Final = 0x20
 _SETTING_TABLE_SIZE, _SETTING_PUSH, _SETTING_WINDOW, _SETTING_FRAME = 1, 2, 4, 5
 _DEFAULT_WINDOW: Final = 65_535
 _MAX_WINDOW: Final = 2**31 - 1
+_FRAME_HEAD_BYTES: Final = 9
 _GRPC_MESSAGE_PREFIX: Final = 5
 _RST_ENHANCE_YOUR_CALM: Final = 11
 
@@ -144,16 +147,35 @@ class Connection:
             ) from None
 
     def is_fresh(self) -> bool:
-        """Whether it may be used once more: the peer has neither closed it nor said that it will."""
+        """Whether it may be used once more: the peer has neither closed it nor said that it will.
+
+        Nobody reads while no call runs, so what the peer sent meanwhile is read here first: pings, and after
+        those that nobody answered the end of the connection.
+        """
         if not self.is_usable or self._stream_id >= MAX_STREAM_ID:
             return False
         try:
-            self._socket.settimeout(0)
-            return bool(self._socket.recv(1, socket.MSG_PEEK))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+            self._read_what_waits()
+        except (KvtierError, _Protocol, OSError, IndexError, ValueError, struct.error):
+            self.is_usable = False
+        return self.is_usable
+
+    def _read_what_waits(self) -> None:
+        deadline = Deadline(IDLE_READ_TIMEOUT_S)
+        while True:
+            if len(self._buffer) < _frame_end(self._buffer):
+                self._socket.settimeout(0)
+                try:
+                    part = self._socket.recv(RECEIVE_BYTES)
+                except BlockingIOError:
+                    return
+                if not part:
+                    raise ConnectionResetError("it was closed")
+                self._buffer += part
+                deadline.timeout_s(IDLE_READ_TIMEOUT_S)  # a peer that never ends to talk is no use
+            else:
+                kind, flags, stream, payload = self._next_frame(deadline)
+                self._control(kind, stream, payload, flags, deadline)
 
     def call(self, path: bytes, body: bytes, deadline: Deadline) -> Generator[bytes]:
         """The messages that answer `body`; ends with the status OK.
@@ -318,19 +340,14 @@ class Connection:
     def _next_frame(self, deadline: Deadline) -> tuple[int, int, int, bytes]:
         """Kind, flags, stream, payload."""
         buffer = self._buffer
-        while len(buffer) < 9 or len(buffer) < 9 + int.from_bytes(buffer[:3], "big"):
-            if int.from_bytes(buffer[:3], "big") > MAX_FRAME_BYTES:
-                raise _Protocol("a frame is too long")
+        while len(buffer) < (end := _frame_end(buffer)):
             part = self._receive(deadline)
             if not part:
                 raise ConnectionResetError("it was closed")
             buffer += part
-        end = 9 + int.from_bytes(buffer[:3], "big")
-        if end > 9 + MAX_FRAME_BYTES:
-            raise _Protocol("a frame is too long")
         self._buffer = buffer[end:]
         stream = int.from_bytes(buffer[5:9], "big") & 0x7FFF_FFFF
-        return buffer[3], buffer[4], stream, buffer[9:end]
+        return buffer[3], buffer[4], stream, buffer[_FRAME_HEAD_BYTES:end]
 
     def _receive(self, deadline: Deadline) -> bytes:
         """What has arrived, at least one byte; nothing where the peer has closed the connection."""
@@ -346,6 +363,16 @@ class Connection:
     def _write(self, data: bytes, deadline: Deadline) -> None:
         self._socket.settimeout(deadline.timeout_s(float("inf")))
         self._socket.sendall(data)
+
+
+def _frame_end(buffer: bytes) -> int:
+    """Where the first frame ends, or its head where that is not all here."""
+    if len(buffer) < _FRAME_HEAD_BYTES:
+        return _FRAME_HEAD_BYTES
+    size = int.from_bytes(buffer[:3], "big")
+    if size > MAX_FRAME_BYTES:
+        raise _Protocol("a frame is too long")
+    return _FRAME_HEAD_BYTES + size
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:

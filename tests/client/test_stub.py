@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -64,3 +68,77 @@ def test_nobody_answers(tmp_path: Any) -> None:
     wire.close()
     with pytest.raises(errors.Unavailable, match="closed"):
         wire.call("GetStatus", admin_pb2.GetStatusRequest(), 5.0)
+
+
+class _Status(grpc.GenericRpcHandler):
+    def service(self, details: Any) -> Any:
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
+
+
+def test_connections_that_the_server_closed_meanwhile_cost_no_call(tmp_path: Path) -> None:
+    """As many idle ones as there are: the call must not take one dead connection after the other."""
+    path = tmp_path / "s"
+    server = grpc.server(ThreadPoolExecutor(8))
+    server.add_generic_rpc_handlers((_Status(),))
+    server.add_insecure_port(f"unix:{path}")
+    server.start()
+    wire = Wire(str(path))
+    with ThreadPoolExecutor(6) as threads:
+        meeting = threading.Barrier(6)
+
+        def call() -> None:
+            meeting.wait(30)
+            wire.call("GetStatus", admin_pb2.GetStatusRequest(), 30.0)
+
+        for done in [threads.submit(call) for _ in range(6)]:
+            done.result()
+    server.stop(0).wait()
+    again = grpc.server(ThreadPoolExecutor(8))
+    again.add_generic_rpc_handlers((_Status(),))
+    again.add_insecure_port(f"unix:{path}")
+    again.start()
+    for _ in range(8):
+        wire.call("GetStatus", admin_pb2.GetStatusRequest(), 30.0)
+    wire.close()
+    again.stop(0).wait()
+
+
+def test_a_connection_that_breaks_as_it_is_used_costs_no_call(tmp_path: Path) -> None:
+    """1. It lies idle and is whole. 2. The call is sent. 3. The node closes it: nothing was answered."""
+    path = tmp_path / "s"
+    answer = b"\0\0\x10\x01\x05\0\0\0\x01\x40\x0bgrpc-status\x010"
+    message = b"\0\0\x05\0\0\0\0\0\x01\0\0\0\0\0"
+    served: list[int] = []
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen(4)
+
+        def read_call(peer: socket.socket) -> None:
+            heard = b""
+            while b"GetStatus" not in heard:
+                heard += peer.recv(65536)
+
+        def serve() -> None:
+            for number in range(3):
+                peer, _ = server.accept()
+                with peer:
+                    read_call(peer)
+                    served.append(number)
+                    if number != 1:
+                        peer.sendall(message + answer)
+                    if number == 0:
+                        read_call(peer)  # and hang up instead of answering it
+                    if number == 2:
+                        while peer.recv(65536):
+                            pass
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        wire = Wire(str(path))
+        wire.call("GetStatus", admin_pb2.GetStatusRequest(), 30.0)
+        with pytest.raises(errors.Unavailable):  # the new connection breaks as well: no third attempt
+            wire.call("GetStatus", admin_pb2.GetStatusRequest(), 30.0)
+        wire.call("GetStatus", admin_pb2.GetStatusRequest(), 30.0)
+        wire.close()
+        thread.join(30)
+    assert served == [0, 1, 2]

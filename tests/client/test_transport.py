@@ -192,6 +192,47 @@ def test_a_server_that_stops(tmp_path: Path) -> None:
         Connection(f"{tmp_path}/s", deadline())
 
 
+@pytest.mark.parametrize("option", ["grpc.max_connection_idle_ms", "grpc.max_connection_age_ms"])
+def test_a_connection_that_lay_idle_until_the_server_closed_it_is_not_fresh(
+    tmp_path: Path, option: str
+) -> None:
+    server = grpc.server(
+        ThreadPoolExecutor(2), options=[(option, 300), ("grpc.max_connection_age_grace_ms", 1)]
+    )
+    server.add_generic_rpc_handlers((Peer(),))
+    server.add_insecure_port(f"unix:{tmp_path}/s")
+    server.start()
+    connection = Connection(f"{tmp_path}/s", deadline())
+    assert ask(connection, "one", b"x") == [b"x"]
+    until_s = time.monotonic() + PATIENT_S
+    while connection.is_fresh() and time.monotonic() < until_s:
+        time.sleep(0.7)  # idle: nobody reads meanwhile
+    assert not connection.is_fresh()
+    server.stop(0).wait()
+
+
+def test_pings_are_answered_before_the_next_call(tmp_path: Path) -> None:
+    path = tmp_path / "peer"
+    said = bytearray()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen(1)
+        connection = Connection(str(path), deadline())
+        peer, _ = server.accept()
+        with peer:
+            peer.settimeout(PATIENT_S)
+            ping = frame(6, 0, 0, b"12345678")
+            peer.sendall(frame(4, 0, 0, b"") + ping + ping[:5])
+            assert connection.is_fresh()
+            peer.sendall(ping[5:])
+            assert connection.is_fresh()
+            while said.count(frame(6, 1, 0, b"12345678")) < 2:
+                said += peer.recv(65536)
+            peer.sendall(frame(7, 0, 0, struct.pack(">II", 0, 0)))
+            assert not connection.is_fresh()
+    connection.close()
+
+
 # ---- peers that are none
 
 
