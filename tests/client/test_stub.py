@@ -106,7 +106,7 @@ def test_connections_that_the_server_closed_meanwhile_cost_no_call(tmp_path: Pat
 def test_a_connection_that_breaks_as_it_is_used_costs_no_call(tmp_path: Path) -> None:
     """1. It lies idle and is whole. 2. The call is sent. 3. The node closes it: nothing was answered."""
     path = tmp_path / "s"
-    answer = b"\0\0\x10\x01\x05\0\0\0\x01\x40\x0bgrpc-status\x010"
+    answer = b"\0\0\x0f\x01\x05\0\0\0\x01\x40\x0bgrpc-status\x010"
     message = b"\0\0\x05\0\0\0\0\0\x01\0\0\0\0\0"
     served: list[int] = []
     with socket.socket(socket.AF_UNIX) as server:
