@@ -38,9 +38,18 @@ class AdminClient:
         """Tiers, engines and counters of the node."""
         return self._call("GetStatus", pb.GetStatusRequest())  # type: ignore[no-any-return]
 
-    def lookup_prefix(self, keys: Sequence[Key]) -> pb.LookupPrefixResponse:
-        """Every place of every block of the prefix."""
-        return self._call("LookupPrefix", pb.LookupPrefixRequest(keys=pack_keys(keys)))  # type: ignore[no-any-return]
+    def lookup_prefix(self, keys: Sequence[Key], *, everywhere: bool = False) -> pb.LookupPrefixResponse:
+        """Every place of every block of the prefix; `everywhere`: also what the index knows of other nodes."""
+        request = pb.LookupPrefixRequest(keys=pack_keys(keys), everywhere=everywhere)
+        return self._call("LookupPrefix", request)  # type: ignore[no-any-return]
+
+    def list_nodes(self) -> pb.ListNodesResponse:
+        """Every live node that the index lists, this one first."""
+        return self._call("ListNodes", pb.ListNodesRequest())  # type: ignore[no-any-return]
+
+    def get_node(self, node: str) -> pb.GetNodeResponse:
+        """One of them, by name, id or an unambiguous beginning of its id; raises `UnknownId`."""
+        return self._call("GetNode", pb.GetNodeRequest(node=node))  # type: ignore[no-any-return]
 
     def evict_prefix(self, keys: Sequence[Key]) -> pb.EvictPrefixResponse:
         """Drop these blocks and all that continue them; leased and pinned ones stay."""

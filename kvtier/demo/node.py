@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -16,6 +16,9 @@ from kvtier.v1 import admin_pb2 as pb
 
 START_TIMEOUT_S: Final = 60.0
 STORE_TIMEOUT_S: Final = 30.0
+PEERS_TIMEOUT_S: Final = 60.0
+ENGINE_CLIENTS: Final = 2
+"""vLLM's scheduler and its worker register one by one."""
 _POLL_S: Final = 0.02
 
 
@@ -80,19 +83,54 @@ class NodeProcess:
 
     def wait_stored(self, blocks: int, *, timeout_s: float = STORE_TIMEOUT_S) -> None:
         """Wait until `blocks` blocks in all have been stored here; raises `DemoFailed`."""
+        self._wait(
+            lambda: self.status().counters.stored_blocks >= blocks,
+            f"the engine did not store {blocks} blocks",
+            timeout_s,
+        )
+
+    def wait_published(self) -> None:
+        """Wait until the index knows all that is here; raises `DemoFailed`."""
+
+        def is_published() -> bool:
+            status = self.status()
+            return status.index_reachable and status.unpublished == 0
+
+        self._wait(is_published, "the index was not told what is here", PEERS_TIMEOUT_S)
+
+    def wait_peers(self, count: int) -> None:
+        """Wait until it lists `count` live nodes, itself included; raises `DemoFailed`."""
+        self._wait(
+            lambda: len(self.admin.list_nodes().nodes) >= count,
+            f"the index does not list {count} nodes",
+            PEERS_TIMEOUT_S,
+        )
+
+    def wait_engine(self) -> None:
+        """Wait until an engine's two processes are registered and the whole arena is there; `DemoFailed`."""
+
+        def is_ready() -> bool:
+            status = self.status()
+            return status.state == "serving" and len(status.engines) >= ENGINE_CLIENTS
+
+        self._wait(is_ready, "no engine registered with the new daemon", PEERS_TIMEOUT_S)
+
+    def _wait(self, until: Callable[[], bool], fault: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while (stored := self.status().counters.stored_blocks) < blocks:
+        while not until():
             if time.monotonic() > deadline:
-                raise DemoFailed(
-                    f"the engine stored only {stored} of {blocks} blocks within {timeout_s:.0f} s\n"
-                    f"{self.process.tail()}"
-                )
+                raise DemoFailed(f"{fault} within {timeout_s:.0f} s\n{self.process.tail()}")
             time.sleep(_POLL_S)
 
     def stop(self) -> None:
         """End the daemon in order; idempotent."""
         self.admin.close()
         self.process.stop()
+
+    def kill(self) -> None:
+        """End the daemon as a crash would."""
+        self.admin.close()
+        self.process.kill()
 
     def __enter__(self) -> Self:
         return self
