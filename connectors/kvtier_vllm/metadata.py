@@ -6,6 +6,7 @@ Scheduler to worker, once a step: `StepOrders`. Worker to scheduler, when there 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -14,13 +15,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvtier.types import Key, Layout
+from kvtier.types import MAX_REQUEST_ID_CHARS, Key, Layout
 from kvtier_vllm.prefill import StepTime
 
 
 def hold_id(engine_id: str, request_id: str) -> str:
-    """The request's name on the node: scheduler and worker, two clients, mean the same hold by it."""
-    return f"{engine_id}/{request_id}"
+    """The request's name on the node: scheduler and worker, two clients, mean the same hold by it.
+
+    A user may choose any X-Request-Id; one that the node would not take is hashed.
+    """
+    name = f"{engine_id}/{request_id}"
+    if len(name) <= MAX_REQUEST_ID_CHARS and name.isprintable():
+        return name
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

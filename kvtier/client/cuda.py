@@ -90,22 +90,32 @@ class CudaCopier:
         ]
 
 
-_pinned: weakref.WeakSet[ArenaMapping] = weakref.WeakSet()
+_pinned: weakref.WeakKeyDictionary[ArenaMapping, int] = weakref.WeakKeyDictionary()
+"""How many bytes of each arena are pinned, or were tried in vain."""
 _pinning = threading.Lock()
 
 
 def pin(arena: ArenaMapping) -> None:
-    """Register the arena's memory with CUDA, once, until it is unmapped. Without it copies are slower."""
+    """Register the arena's memory with CUDA until it is unmapped, and what it has grown by since then.
+
+    Without it copies are slower. A part that cannot be pinned is not tried again.
+    """
     with _pinning:
-        if arena in _pinned:
+        begin, end = _pinned.get(arena, 0), arena.allocated_bytes
+        if begin >= end:
             return
-        _pinned.add(arena)
-    runtime = torch.cuda.cudart()
-    status = runtime.cudaHostRegister(arena.address, arena.allocated_bytes, 0)
-    if int(status) != 0:
-        logger.warning("kvtier: the arena could not be pinned (CUDA error %d): raise memlock", int(status))
-        return
-    arena.before_unmap(lambda: runtime.cudaHostUnregister(arena.address))
+        _pinned[arena] = end
+        runtime = torch.cuda.cudart()
+        address = arena.address + begin
+        status = runtime.cudaHostRegister(address, end - begin, 0)
+        if int(status) != 0:
+            logger.warning(
+                "kvtier: %d bytes of the arena could not be pinned (CUDA error %d): raise memlock",
+                end - begin,
+                int(status),
+            )
+            return
+        arena.before_unmap(lambda: runtime.cudaHostUnregister(address))
 
 
 def _as_rows(tensor: Any, block_bytes: int) -> torch.Tensor:

@@ -20,7 +20,15 @@ from kvtier.client.session import Link, Session
 from kvtier.client.stores import StoreRun
 from kvtier.client.stub import Deadline
 from kvtier.errors import InvalidRequest, KvtierError, TierFault
-from kvtier.types import KEY_SIZE_BYTES, Key, Layout, TierKind, pack_keys
+from kvtier.types import (
+    KEY_SIZE_BYTES,
+    MAX_REQUEST_ID_CHARS,
+    MAX_SHARDS,
+    Key,
+    Layout,
+    TierKind,
+    pack_keys,
+)
 from kvtier.v1 import engine_pb2 as pb
 
 STORE_TIMEOUT_S: Final = 30.0
@@ -92,6 +100,8 @@ class EngineClient:
             raise InvalidRequest(f"verify_loads is {verify_loads!r}: allowed are off, sample, all and None")
         if not 1 <= copy_threads <= MAX_COPY_THREADS:
             raise InvalidRequest(f"copy_threads is {copy_threads}: allowed is 1 .. {MAX_COPY_THREADS}")
+        if not _is_count(shard, 0, MAX_SHARDS - 1):
+            raise InvalidRequest(f"shard is {shard!r}: allowed is 0 .. {MAX_SHARDS - 1}")
         self.layout = layout
         self._fingerprint = layout.fingerprint()
         self._shard = shard
@@ -142,6 +152,9 @@ class EngineClient:
             faster is offered.
         """
         _check_keys(keys)
+        _check_request_id(request_id)
+        if not _is_count(shard_count, 1, MAX_SHARDS):
+            raise InvalidRequest(f"shard_count is {shard_count!r}: allowed is 1 .. {MAX_SHARDS}")
         deadline = Deadline(self._lookup_timeout_s)
         self._counters.add(lookups=1, lookup_blocks=len(keys))
         try:
@@ -185,6 +198,7 @@ class EngineClient:
             What is loaded was committed under exactly these keys, and its lease was valid until the last
             byte was copied. Pages of blocks that were not loaded may have been overwritten.
         """
+        _check_request_id(request_id)
         self._check(keys, pages, block_ids)
         begin_s = time.monotonic()
         if not keys:
@@ -284,6 +298,7 @@ class EngineClient:
         self, request_id: str, keys: Sequence[Key], pages: Pages, ids: Sequence[int], deadline: Deadline
     ) -> tuple[int, str, int]:
         session: Session | None = None
+        given_s = deadline.left_s()
         try:
             session = self._link.session(deadline)
             arena = self._link.arena(session)
@@ -296,7 +311,7 @@ class EngineClient:
                 loaded = run.run(request_id, self._shard, deadline, self._call_timeout_s)
         except KvtierError as error:
             if session is not None:
-                self._link.failed(session, error)
+                self._link.failed(session, error, given_s)
             return 0, self._fault("load", error), 0
         if run.corrupt:
             logger.error(
@@ -317,6 +332,7 @@ class EngineClient:
     ) -> tuple[int, StoreResult]:
         """How many keys this round took on, and what became of them."""
         session: Session | None = None
+        given_s = deadline.left_s()
         try:
             session = self._link.session(deadline)
             arena = self._link.arena(session)
@@ -329,7 +345,7 @@ class EngineClient:
             return end - begin, part
         except KvtierError as error:
             if session is not None:
-                self._link.failed(session, error)
+                self._link.failed(session, error, given_s)
             return 0, StoreResult(reason=self._fault("store", error))
 
     # ---- details
@@ -351,6 +367,8 @@ class EngineClient:
 
     def _check(self, keys: Sequence[Key], pages: Pages, block_ids: Sequence[int]) -> None:
         _check_keys(keys)
+        if not all(isinstance(block_id, int) for block_id in block_ids):
+            raise InvalidRequest("a block id is no int: give a list of them")
         if len(keys) != len(block_ids):
             raise InvalidRequest(f"{len(block_ids)} block ids were given for {len(keys)} keys")
         if pages.layout != self.layout:
@@ -364,16 +382,26 @@ class EngineClient:
 
 
 def _check_keys(keys: Sequence[Key]) -> None:
-    if any(len(key) != KEY_SIZE_BYTES for key in keys):
-        raise InvalidRequest(f"a key has {KEY_SIZE_BYTES} bytes: one of another length was given")
+    if any(not isinstance(key, bytes) or len(key) != KEY_SIZE_BYTES for key in keys):
+        raise InvalidRequest(f"a key is {KEY_SIZE_BYTES} bytes: something else was given")
+
+
+def _check_request_id(request_id: str) -> None:
+    is_good = isinstance(request_id, str) and request_id.isprintable()
+    if not is_good or not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS:
+        raise InvalidRequest(f"a request id is text of 1 .. {MAX_REQUEST_ID_CHARS} printable characters")
+
+
+def _is_count(value: int, least: int, most: int) -> bool:
+    return isinstance(value, int) and least <= value <= most
 
 
 def _offer(reply: pb.LookupResponse, asked: int) -> Offer:
-    if reply.blocks > asked or not 0 <= reply.estimate_s < math.inf:
+    if reply.blocks > asked or reply.coming > reply.blocks or not 0 <= reply.estimate_s < math.inf:
         raise TierFault("the node's answer to a lookup is malformed: it counts as a miss")
     kinds = {kind.value: kind for kind in TierKind}
     tiers = {kinds[count.tier]: count.blocks for count in reply.tiers if count.tier in kinds}
-    return Offer(reply.blocks, reply.estimate_s, reply.reason, tiers)
+    return Offer(reply.blocks, reply.estimate_s, reply.reason, tiers, reply.coming)
 
 
 def _sum(one: StoreResult, other: StoreResult) -> StoreResult:

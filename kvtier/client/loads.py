@@ -66,18 +66,19 @@ class LoadRun:
 
     def run(self, request_id: str, shard: int, deadline: Deadline, call_timeout_s: float) -> int:
         """Returns how many leading blocks are in place, 0 on any doubt."""
+        given_s = deadline.left_s()
         try:
             self._receive(request_id, shard, deadline)
         except KvtierError as error:
-            if self._copied and deadline.is_over():  # the copy took the time, not the node
+            if self._lease and deadline.is_over():  # the copy or another node took the time, not this node
                 self.reason = BUDGET
             else:
-                self._link.failed(self._session, error)
+                self._link.failed(self._session, error, given_s)
                 self.reason = reason_of(error)
         if not self._lease:
             self.reason = self.reason or MISSING
             return 0
-        loaded = self._copied if self._release(deadline, call_timeout_s) else 0
+        loaded = self._copied if self._release(shard, deadline, call_timeout_s) else 0
         if not self.reason and loaded < len(self._keys):
             self.reason = MISSING
         return loaded
@@ -154,12 +155,13 @@ class LoadRun:
                     return False
         return True
 
-    def _release(self, deadline: Deadline, call_timeout_s: float) -> bool:
+    def _release(self, shard: int, deadline: Deadline, call_timeout_s: float) -> bool:
         request = pb.ReleaseRequest(
             call_id=new_call_id(),
             engine_id=self._session.engine_id,
             lease_id=self._lease,
             corrupt_keys=pack_keys(self.corrupt),
+            shard=shard,
         )
         timeout_s = min(call_timeout_s, max(deadline.left_s(), RELEASE_TIMEOUT_S))
         try:

@@ -48,7 +48,9 @@ REFUSED_RETRY_S: Final = 10.0
 REFRESH_S: Final = 5.0
 """How often a node whose arena is not whole yet is asked how much of it there is."""
 LATE_ANSWERS: Final = 2
-"""So many deadlines in a row open the breaker."""
+"""Answers in a row that came too late; then the node counts as unreachable."""
+LATE_FROM_S: Final = 0.02
+"""A call that was given less time than this says nothing about the node."""
 MAX_ABANDONED: Final = 256
 """Reservations waiting to be given back; one more ends the session, which gives all of them back."""
 ABORT_ATTEMPTS: Final = 5
@@ -214,6 +216,7 @@ class Link:
 
     def call(self, session: Session, method: str, request: Any, deadline: Deadline, limit_s: float) -> Any:
         """One call; after a broken connection it is repeated once, with the same call id."""
+        given_s = min(deadline.left_s(), limit_s)
         try:
             try:
                 reply = self.wire.call(method, request, deadline.timeout_s(limit_s))
@@ -222,7 +225,7 @@ class Link:
             except Unavailable:
                 reply = self.wire.call(method, request, deadline.timeout_s(limit_s))
         except KvtierError as error:
-            self.failed(session, error)
+            self.failed(session, error, given_s)
             raise
         self.answered()
         return reply
@@ -231,9 +234,14 @@ class Link:
         """The node has answered in time."""
         self._late = 0
 
-    def failed(self, session: Session, error: KvtierError) -> None:
-        """A call failed: open the breaker where the node is gone, hangs, or has forgotten this engine."""
+    def failed(self, session: Session, error: KvtierError, given_s: float = math.inf) -> None:
+        """A call failed: open the breaker where the node is gone, hangs, or has forgotten this engine.
+
+        Of a node that had less than `LATE_FROM_S` to answer nothing is learned.
+        """
         is_late = isinstance(error, DeadlineExceeded)
+        if is_late and given_s < LATE_FROM_S:
+            return
         is_gone = isinstance(error, Unavailable) and not is_late
         is_forgotten = isinstance(error, UnknownId) and "register first" in str(error)
         if not (is_late or is_gone or is_forgotten):

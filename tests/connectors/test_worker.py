@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from kvtier_vllm.metadata import Handshake, LoadOrder, SaveOrder, StepOrders, StepReport
+from kvtier_vllm.metadata import Handshake, LoadOrder, SaveOrder, StepOrders, StepReport, hold_id
 from kvtier_vllm.settings import Settings
 from kvtier_vllm.worker import WorkerSide
 
-from kvtier.types import Key, Layout, LayoutKind, LayoutOrder
+from kvtier.types import MAX_REQUEST_ID_CHARS, Key, Layout, LayoutKind, LayoutOrder
 
 LAYOUT = Layout(LayoutKind.GQA, 2, 2, 8, "bfloat16", 4, LayoutOrder.HND, 256)
 BLOCKS = 16
@@ -362,3 +362,10 @@ def test_timed_steps_are_reported_once(worker: WorkerSide) -> None:
     assert [step.tokens for step in report.computed] == [512]
     assert report.computed[0].seconds > 0
     assert worker.take_report() is None
+
+
+def test_any_request_id_makes_a_name_that_the_node_takes() -> None:
+    assert hold_id("engine", "cmpl-1") == "engine/cmpl-1"
+    odd = [hold_id("engine", id) for id in ("x" * 400, "x" * 401, "two\nlines", "\ud800", "y" * 249)]
+    assert all(len(name) <= MAX_REQUEST_ID_CHARS and name.isprintable() for name in odd)
+    assert len(set(odd)) == len(odd)
