@@ -39,7 +39,7 @@ class AdminClient:
         return self._call("GetStatus", pb.GetStatusRequest())  # type: ignore[no-any-return]
 
     def lookup_prefix(self, keys: Sequence[Key], *, everywhere: bool = False) -> pb.LookupPrefixResponse:
-        """Every place of every block of the prefix; `everywhere`: also what the index knows of other nodes."""
+        """Every place of every block of the prefix; `everywhere`: those that the index knows too."""
         request = pb.LookupPrefixRequest(keys=pack_keys(keys), everywhere=everywhere)
         return self._call("LookupPrefix", request)  # type: ignore[no-any-return]
 

@@ -16,8 +16,8 @@ _NOTICES: Final = (
     (
         "NOTICE: This report was written by hand in a small stone house near the northern coast. Nobody was "
         "paid for it. Whoever finds a mistake in these pages may send a letter to the",
-        " harbour office, where an old clock has stopped at noon and a grey cat sleeps on the warm window sill "
-        "all day long.",
+        " harbour office, where an old clock has stopped at noon and a grey cat sleeps on the warm window "
+        "sill all day long.",
     ),
     (
         "WARNING: The old wooden bridge behind the mill must not be crossed by carts in winter. Anyone who "

@@ -1,4 +1,8 @@
-"""The demo: one prompt cold, from the engine's own cache, from kvtier, and from kvtier in a new engine."""
+"""The demo: two nodes, an engine on each, one index; what one has computed the other one loads.
+
+Two engines run at any time, of which one works: first one without kvtier beside that of node A, then those
+of A and B. Every prompt is the same long report with one of two questions at its end.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kvtier.demo import model, prompts
 from kvtier.demo.engine import BLOCK_TOKENS, Answer, Engine, require_vllm
+from kvtier.demo.index import IndexProcess
 from kvtier.demo.node import NodeProcess
 from kvtier.demo.processes import stop_all
+from kvtier.demo.result import COLD, HOT, LOCAL, REFILL, REMOTE, REPLICA, RESTART, Result, Run
 from kvtier.v1 import admin_pb2 as pb
 
 PROMPT_TOKENS: Final = 4010
 ANSWER_TOKENS: Final = 24
-REQUIRED_SHARE: Final = 0.95
-"""Part of the prompt's whole blocks that both hits have to load."""
+SETTLE_S: Final = 1.3
+"""vLLM's workers spin for a second after their last step, which would slow the other engine down."""
 DRAM_BYTES: Final = 512 << 20
 PATIENT: Final = {
     "lookup_timeout_s": 2.0,
@@ -30,88 +36,12 @@ PATIENT: Final = {
 }
 """Deadlines of the connector. With its own ones a machine that is busy with other work sees a late answer,
 which rightly counts as a miss; the demo is to show what is loaded, not how busy the machine is."""
-COLD, HOT, LOCAL, RESTART = "cold", "engine hot", "local hit", "restart hit"
+PATIENT_NODE: Final = {"heartbeat_s": 1.0, "index_timeout_s": 1.0, "pull_floor_s": 10.0}
+"""The same for the nodes; the heartbeat is short so that they find each other at once."""
+WARM_UP_SEEDS: Final = {"A": (-1, -2, -3), "B": (-4, -5, -6), "": (-7, -8, -9)}
+"""By node, so that each engine computes its own, and knows then how fast it computes."""
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One answer and what it was made of.
-
-    Attributes
-    ----------
-    loaded_tokens
-        Tokens that kvtier gave, by the daemon's own count of valid loads.
-    """
-
-    name: str
-    source: str
-    prompt_tokens: int
-    loaded_tokens: int
-    ttft_s: float
-    text: str
-    text_equal: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What the demo has shown."""
-
-    model: str
-    reference_ttft_s: float
-    reference_text: str
-    runs: tuple[Run, ...]
-    seconds: float
-
-    @property
-    def texts_equal(self) -> bool:
-        """Whether every text is that of the engine without kvtier."""
-        return all(run.text_equal for run in self.runs)
-
-    @property
-    def loaded_share(self) -> float:
-        """Part of the prompt's whole blocks that was loaded, in the worse of the two hits."""
-        hits = [run for run in self.runs if run.name in (LOCAL, RESTART)]
-        return min(run.loaded_tokens / (run.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS) for run in hits)
-
-    @property
-    def ok(self) -> bool:
-        """Whether the demo has shown what it promises."""
-        return self.texts_equal and self.loaded_share >= REQUIRED_SHARE
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as `kvtier demo --json` writes it; `loaded_tokens` is the worse of the two hits."""
-        ttft_s = {run.name: run.ttft_s for run in self.runs}
-        hits = [run.loaded_tokens for run in self.runs if run.name in (LOCAL, RESTART)]
-        return {
-            "ok": self.ok,
-            "model": self.model,
-            "cold_ttft_s": ttft_s[COLD],
-            "engine_hot_ttft_s": ttft_s[HOT],
-            "local_hit_ttft_s": ttft_s[LOCAL],
-            "restart_hit_ttft_s": ttft_s[RESTART],
-            "reference_ttft_s": self.reference_ttft_s,
-            "prompt_tokens": self.runs[0].prompt_tokens,
-            "block_tokens": BLOCK_TOKENS,
-            "loaded_tokens": min(hits),
-            "loaded_share_of_whole_blocks": self.loaded_share,
-            "texts_equal": self.texts_equal,
-            "reference_text": self.reference_text,
-            "runs": [
-                {
-                    "name": run.name,
-                    "source": run.source,
-                    "prompt_tokens": run.prompt_tokens,
-                    "loaded_tokens": run.loaded_tokens,
-                    "ttft_s": run.ttft_s,
-                    "text": run.text,
-                    "text_equal": run.text_equal,
-                }
-                for run in self.runs
-            ],
-            "seconds": self.seconds,
-        }
 
 
 @contextmanager
@@ -138,89 +68,178 @@ def run(progress: Progress) -> Result:
     begin_s = time.monotonic()
     require_vllm()
     checkpoint = model.prepare(progress)
-    with workplace() as directory:
-        return _Demo(progress, checkpoint, directory, begin_s).run()
+    with workplace() as directory, ExitStack() as stack:
+        return _Demo(progress, checkpoint, directory, stack, begin_s).run()
+
+
+@dataclass(slots=True)
+class _Place:
+    """A node and its engine; both are replaced in the course of the demo."""
+
+    name: str
+    node: NodeProcess
+    engine: Engine
 
 
 class _Demo:
-    def __init__(self, progress: Progress, checkpoint: Path, directory: Path, begin_s: float) -> None:
+    def __init__(
+        self, progress: Progress, checkpoint: Path, directory: Path, stack: ExitStack, begin_s: float
+    ) -> None:
         self._progress = progress
         self._checkpoint = checkpoint
         self._directory = directory
+        self._stack = stack
         self._begin_s = begin_s
+        self._engines = 0
+        self._prompts: list[list[int]] = []
+        self._references: list[Answer] = []
         self._runs: list[Run] = []
-        self._reference = ""
 
     def run(self) -> Result:
-        self._progress("starting vLLM without kvtier, for the text to compare with (about a minute)")
-        with self._engine("vLLM without kvtier", "reference", None) as engine:
-            prompt = prompts.tokens(engine.tokenize, seed=1, count=PROMPT_TOKENS)
-            warm_up(engine)
-            reference = engine.complete(prompt, max_tokens=ANSWER_TOKENS)
-        self._reference = reference.text
-        with ExitStack() as stack:
-            self._progress("starting kvtier serve")
-            node = stack.enter_context(NodeProcess(self._directory / "node", dram_bytes=DRAM_BYTES))
-            self._progress("starting vLLM with kvtier")
-            with self._engine("vLLM with kvtier", "first", node.socket) as engine:
-                self._first_engine(engine, node, prompt)
-                self._progress("killing vLLM")
-                engine.kill()
-            self._progress("starting vLLM anew")
-            with self._engine("vLLM with kvtier, started anew", "second", node.socket) as engine:
-                warm_up(engine)
-                self._ask(RESTART, engine, node, prompt)
+        self._progress("starting an index and the nodes A and B")
+        self._index = self._stack.enter_context(IndexProcess(self._directory / "index"))
+        node_a, node_b = (self._start_node(name) for name in "AB")
+        for node in (node_a, node_b):
+            node.wait_peers(2)
+        self._progress("starting two vLLM servers, one without kvtier and one on A (about a minute)")
+        plain = self._start_engine("vLLM without kvtier", None)
+        a = _Place("A", node_a, self._start_engine("vLLM on node A", node_a))
+        for engine in (plain, a.engine):
+            engine.wait_ready()
+        self._ask_without_kvtier(plain)
+        self._first_node(a)
+        self._progress("killing vLLM on A; starting it anew, and a first one on B (about a minute)")
+        a.engine.kill()
+        a.engine = self._start_engine("vLLM on node A, started anew", node_a)
+        b = _Place("B", node_b, self._start_engine("vLLM on node B", node_b))
+        for place in (a, b):
+            place.engine.wait_ready()
+        self._restarted_engine(a)
+        self._second_node(b)
+        self._restarted_node(a, b)
+        return self._result(node_b)
+
+    # ---- the scenes
+
+    def _ask_without_kvtier(self, plain: Engine) -> None:
+        self._prompts = [
+            prompts.tokens(plain.tokenize, seed=1, count=PROMPT_TOKENS, question=question)
+            for question in range(prompts.QUESTIONS)
+        ]
+        warm_up(plain, WARM_UP_SEEDS[""])
+        for question, prompt in enumerate(self._prompts):
+            self._progress(f"asking without kvtier: question {question + 1}")
+            plain.reset_prefix_cache()
+            self._references.append(plain.complete(prompt, max_tokens=ANSWER_TOKENS))
+        plain.stop()
+
+    def _first_node(self, a: _Place) -> None:
+        warm_up(a.engine, WARM_UP_SEEDS["A"])
+        before = a.node.status().counters.stored_blocks
+        self._ask(COLD, a, 0, loadable=len(self._prompts[0]))
+        self._ask(HOT, a, 0, loadable=len(self._prompts[0]))
+        self._progress("waiting until kvtier has all blocks, then emptying the engine's own cache")
+        a.node.wait_stored(before + len(self._prompts[0]) // BLOCK_TOKENS)
+        a.engine.reset_prefix_cache()
+        self._ask(LOCAL, a, 0, loadable=len(self._prompts[0]))
+
+    def _restarted_engine(self, a: _Place) -> None:
+        warm_up(a.engine, WARM_UP_SEEDS["A"])
+        self._ask(RESTART, a, 0, loadable=len(self._prompts[0]))
+        a.engine.reset_prefix_cache()
+        a.node.wait_published()
+
+    def _second_node(self, b: _Place) -> None:
+        time.sleep(SETTLE_S)
+        warm_up(b.engine, WARM_UP_SEEDS["B"])
+        warm_up(b.engine, WARM_UP_SEEDS["A"][1:2])  # what A has: the first pull pays for the connection
+        before = b.node.status().counters
+        self._ask(REMOTE, b, 1, loadable=self._shared())
+        b.node.wait_stored(before.stored_blocks + (len(self._prompts[1]) - self._shared()) // BLOCK_TOKENS)
+        b.engine.reset_prefix_cache()
+        self._ask(REPLICA, b, 1, loadable=len(self._prompts[1]))
+        b.node.wait_published()
+
+    def _restarted_node(self, a: _Place, b: _Place) -> None:
+        """All of A's memory is gone with it; its engine lives on and has nothing of its own."""
+        self._progress("killing node A and starting it again, with nothing in its memory")
+        a.node.kill()
+        a.node = self._start_node("A")
+        a.node.wait_engine()
+        for node in (a.node, b.node):
+            node.wait_peers(2)
+        time.sleep(SETTLE_S)
+        self._ask(REFILL, a, 1, loadable=len(self._prompts[1]))
+
+    # ---- what they are made of
+
+    def _start_node(self, name: str) -> NodeProcess:
+        options = {**PATIENT_NODE, **self._index.options, "dram_bytes": DRAM_BYTES, "node_name": name}
+        return self._stack.enter_context(NodeProcess(self._directory / name, **options))
+
+    def _start_engine(self, name: str, node: NodeProcess | None) -> Engine:
+        self._engines += 1
+        where = self._directory / f"engine{self._engines}"
+        socket = None if node is None else node.socket
+        engine = Engine(name, self._checkpoint, where, kvtier_socket=socket, connector=PATIENT)
+        return self._stack.enter_context(engine)
+
+    def _shared(self) -> int:
+        return prompts.shared_tokens(*self._prompts)
+
+    def _ask(self, name: str, place: _Place, question: int, *, loadable: int) -> None:
+        """`loadable`: leading tokens of the prompt that have been computed before."""
+        self._progress(f"asking: {name}")
+        before = place.node.status().counters
+        answer = place.engine.complete(self._prompts[question], max_tokens=ANSWER_TOKENS)
+        after = place.node.status().counters
+        loaded, pulled = (
+            (getattr(after, counter) - getattr(before, counter)) * BLOCK_TOKENS
+            for counter in ("loaded_blocks", "pulled_blocks")
+        )
+        self._runs.append(
+            Run(
+                name=name,
+                node=place.name,
+                question=question + 1,
+                source=_source(answer, loaded, pulled),
+                prompt_tokens=answer.prompt_tokens,
+                loaded_tokens=loaded,
+                pulled_tokens=pulled,
+                loadable_tokens=loadable // BLOCK_TOKENS * BLOCK_TOKENS,
+                ttft_s=answer.ttft_s,
+                text=answer.text,
+                text_equal=answer.text == self._references[question].text,
+            )
+        )
+
+    def _result(self, node: NodeProcess) -> Result:
         return Result(
             model=model.MODEL_NAME,
-            reference_ttft_s=reference.ttft_s,
-            reference_text=reference.text,
+            block_tokens=BLOCK_TOKENS,
+            shared_tokens=self._shared(),
+            transfer=_transfer(node.admin.list_nodes()),
+            reference_ttft_s=self._references[0].ttft_s,
+            reference_texts=tuple(each.text for each in self._references),
             runs=tuple(self._runs),
             seconds=time.monotonic() - self._begin_s,
         )
 
-    def _first_engine(self, engine: Engine, node: NodeProcess, prompt: Sequence[int]) -> None:
-        warm_up(engine)
-        before = node.status().counters.stored_blocks
-        self._ask(COLD, engine, node, prompt)
-        self._ask(HOT, engine, node, prompt)
-        self._progress("waiting until kvtier has all blocks, then emptying the engine's own cache")
-        node.wait_stored(before + len(prompt) // BLOCK_TOKENS)
-        engine.reset_prefix_cache()
-        self._ask(LOCAL, engine, node, prompt)
 
-    @contextmanager
-    def _engine(self, name: str, directory: str, socket: Path | None) -> Iterator[Engine]:
-        where = self._directory / directory
-        with Engine(name, self._checkpoint, where, kvtier_socket=socket, connector=PATIENT) as engine:
-            engine.wait_ready()
-            yield engine
-
-    def _ask(self, name: str, engine: Engine, node: NodeProcess, prompt: Sequence[int]) -> None:
-        self._progress(f"asking: {name}")
-        before = node.status()
-        answer = engine.complete(prompt, max_tokens=ANSWER_TOKENS)
-        after = node.status()
-        loaded = (after.counters.loaded_blocks - before.counters.loaded_blocks) * BLOCK_TOKENS
-        self._runs.append(
-            Run(
-                name=name,
-                source=_source(answer, loaded, after),
-                prompt_tokens=answer.prompt_tokens,
-                loaded_tokens=loaded,
-                ttft_s=answer.ttft_s,
-                text=answer.text,
-                text_equal=answer.text == self._reference,
-            )
-        )
-
-
-def _source(answer: Answer, loaded_tokens: int, status: pb.GetStatusResponse) -> str:
+def _source(answer: Answer, loaded_tokens: int, pulled_tokens: int) -> str:
     if loaded_tokens:
-        return f"kvtier, {' and '.join(tier.name for tier in status.tiers if tier.blocks)} of this node"
+        return "kvtier, the other node" if pulled_tokens else "kvtier, this node"
     return "the engine's own cache" if answer.cached_tokens else "computed"
 
 
-def warm_up(engine: Engine) -> None:
-    """Requests of other prompts, a long and a short one, so that no measured request pays for first use."""
-    for seed, count in ((-1, PROMPT_TOKENS), (-2, 2 * BLOCK_TOKENS), (-3, BLOCK_TOKENS // 2)):
+def _transfer(nodes: pb.ListNodesResponse) -> str:
+    """How this node reads from the other one."""
+    return ", ".join(sorted({node.transfer for node in nodes.nodes if node.transfer and not node.is_self}))
+
+
+def warm_up(engine: Engine, seeds: Sequence[int] = (-1, -2, -3)) -> None:
+    """Requests of other prompts, a long and short ones, so that no measured request pays for first use."""
+    counts = {0: PROMPT_TOKENS, 1: 2 * BLOCK_TOKENS, 2: BLOCK_TOKENS // 2}
+    for seed in seeds:
+        count = counts[(-seed - 1) % 3]
         engine.complete(prompts.tokens(engine.tokenize, seed=seed, count=count), max_tokens=4)
