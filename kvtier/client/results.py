@@ -55,16 +55,19 @@ class Offer:
     estimate_s
         Expected time of loading them.
     reason
-        Why not more: "" (all are there), "missing", "limit", or a fault: "unreachable", "deadline",
-        "refused", "unknown", "fault".
+        Why not more: "" (all are there), "missing", "limit", "slow" (the rest would take longer to load than
+        to compute), or a fault: "unreachable", "deadline", "refused", "unknown", "fault".
     tiers
         Where they are.
+    coming
+        So many of them, the last ones, are on their way from another node; a load waits for them.
     """
 
     blocks: int
     estimate_s: float = 0.0
     reason: str = ""
     tiers: Mapping[TierKind, int] = field(default_factory=dict)
+    coming: int = 0
 
 
 @dataclass(frozen=True, slots=True)
