@@ -1,7 +1,8 @@
 """Runs the core: carries its instructions out, feeds what happened back, owns the clock.
 
 Everything here runs on one event loop, so that core and node need no locks. The node decides nothing: it
-checks what the core cannot see (bytes of slots, locks of processes) and does what the core says.
+checks what the core cannot see (bytes of slots, locks of processes) and does what the core says. What
+concerns other nodes it hands on to `Remote`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from kvtier.identity import Identity
 from kvtier.interfaces import Growing, Tier
 from kvtier.liveness import EngineLocks
 from kvtier.metrics import Metrics
-from kvtier.types import Key, Slot, TierKind
+from kvtier.remote.arrivals import Arrivals
+from kvtier.remote.remote import Remote
+from kvtier.types import BlockId, Key, Slot, TierKind
 
 DROP_ATTEMPTS: Final = 5
 DROP_RETRY_S: Final = 1.0
@@ -45,6 +48,10 @@ class Node:
         Open; the node closes them in `stop`.
     locks
         The node closes them in `stop`.
+    remote
+        Other nodes; None where there is no index. The node stops it in `stop`.
+    hasher
+        Compares slots of `tiers` with checksums; the node closes it.
     clock
         Monotonic seconds.
     seed
@@ -60,6 +67,8 @@ class Node:
         locks: EngineLocks,
         config: Config,
         metrics: Metrics,
+        hasher: Hasher | None = None,
+        remote: Remote | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
     ) -> None:
@@ -68,14 +77,17 @@ class Node:
         self.identity = identity
         self.config = config
         self.metrics = metrics
+        self.remote = remote
+        self.arrivals = Arrivals()
         self.failed: asyncio.Future[BaseException] | None = None
         self._locks = locks
         self._clock = clock
         self._started_s = clock()
         self._random = random.Random(seed)
-        self._hasher = Hasher(self.tiers)
+        self._hasher = hasher or Hasher(self.tiers)
         self._allocated_bytes = {tier.kind: tier.allocated_bytes for tier in tiers}
         self._commits: dict[tuple[str, bytes], asyncio.Task[m.Reply]] = {}
+        self._find: m.Find | None = None
         self._verifies: asyncio.Queue[m.Verify] = asyncio.Queue()  # bounded by CoreConfig.max_verifies
         self._verifying = False
         self._scrub_bytes = 0.0
@@ -95,6 +107,15 @@ class Node:
         self._spawn(self._every(self.config.engine_poll_s, self._watch_engines))
         self._spawn(self._verify_in_background())
 
+    def join(self, peer_address: str = "") -> None:
+        """Begin to share with other nodes, which reach this one at `peer_address` (empty: they cannot)."""
+        if self.remote is not None:
+            self._spawn(self._share(self.remote, peer_address))
+
+    async def _share(self, remote: Remote, peer_address: str) -> None:
+        await remote.run(peer_address)
+        self._end_with(await remote.fenced)
+
     async def stop(self) -> None:
         """End all that runs in the background, then close the tiers; idempotent."""
         if self._stopping:
@@ -104,6 +125,8 @@ class Node:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.remote is not None:
+            await self.remote.stop()  # no transfer writes a slot from here on
         await asyncio.to_thread(self._hasher.close)  # no thread reads a slot from here on
         for tier in self.tiers.values():
             await tier.close()
@@ -114,18 +137,41 @@ class Node:
     async def execute(self, request: m.Request) -> m.Reply:
         """Carry one request out; raises from `kvtier.errors` and then has changed nothing.
 
-        Awaits only where a commit has more to hash than the loop should; a caller that is cancelled
-        meanwhile does not stop the commit.
+        Awaits only where a commit has more to hash than the loop should (a caller that is cancelled meanwhile
+        does not stop the commit), and where other nodes may have what a lookup misses.
         """
         if self._stopping:
             raise Unavailable("the node is stopping: try again later")
         if isinstance(request, m.Commit):
             return await self._commit(request)
+        if isinstance(request, m.Lookup):
+            return await self._lookup(request)
         if isinstance(request, m.RegisterEngine) and not self._locks.held(request.engine):
             raise Conflict(
                 f"engine lock is not held: lock engines/{request.engine}.lock in {self.config.run_dir} first"
             )
-        return self._apply(request)
+        reply = self._apply(request)
+        if isinstance(request, m.Release) and request.lease is not None:
+            self.arrivals.end(request.lease)
+        elif isinstance(request, m.Acquire) and self.remote is not None:
+            assert isinstance(reply, m.Leased)
+            self.remote.deny([BlockId(key, request.shard) for key in request.keys[len(reply.slots) :]])
+        return reply
+
+    async def _lookup(self, request: m.Lookup) -> m.Reply:
+        """What this node has is offered in any case; other nodes can only add to it."""
+        reply = self._apply(request)
+        find, self._find = self._find, None
+        if find is None or self.remote is None:
+            return reply
+        located = await self.remote.find(find)
+        if located is None:
+            return reply
+        try:
+            return self._apply(located)
+        except KvtierError as error:  # meanwhile the engine died, or the hold was released
+            log.debug("a lookup changed while the index was asked", error=str(error))
+            return reply
 
     def places(self, keys: Sequence[Key]) -> list[BlockPlace]:
         """Where every shard of these blocks lies."""
@@ -233,11 +279,25 @@ class Node:
                 case m.Lost():
                     self.metrics.lost_blocks.labels(action.reason).inc(len(action.blocks))
                     log.warning("blocks lost", count=len(action.blocks), reason=action.reason)
-                case m.Find() | m.Pull() | m.Ready() | m.Publish():
-                    raise AssertionError("the core speaks of other nodes, but has no index")
+                case m.Find():
+                    self._find = action
+                case m.Ready():
+                    self.arrivals.add(action)
+                case m.Publish() | m.Pull():
+                    self._tell_others(action)
+                case m.Leased(coming=coming) if coming:
+                    self.arrivals.expect(action.lease, self._clock() + action.lease_ttl_s)
+                    reply = action
                 case _:
                     reply = action
         return reply
+
+    def _tell_others(self, action: m.Publish | m.Pull) -> None:
+        assert self.remote is not None, "the core speaks of other nodes, but there are none"
+        if isinstance(action, m.Publish):
+            self.remote.publish(action)
+        else:
+            self._spawn(self.remote.pull(action, self._handle))
 
     async def _drop(self, action: m.Drop) -> None:
         for attempt in range(DROP_ATTEMPTS):
@@ -268,6 +328,9 @@ class Node:
     def _fail(self, error: BaseException) -> None:
         """A bug: tell whoever runs the node, who stops it. Engines then miss; they never read wrong bytes."""
         log.critical("a bug in the node", exc_info=error)
+        self._end_with(error)
+
+    def _end_with(self, error: BaseException) -> None:
         if self.failed is not None and not self.failed.done():
             self.failed.set_result(error)
 
@@ -278,6 +341,7 @@ class Node:
 
     def _tick(self) -> None:
         self._handle(m.Tick())
+        self.arrivals.expire(self._clock())
         for tier in self.tiers.values():
             if isinstance(tier, Growing):
                 self._grow(tier)

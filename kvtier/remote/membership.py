@@ -92,30 +92,9 @@ class Membership:
         self._seen: dict[str, _Seen] = {}
         self._list_every_s = min(LIST_EVERY_S, config.heartbeat_s, config.dead_after_s / 3)
         self._is_known = is_registered
-        self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Begin; the first heartbeat goes out at once."""
-        self._task = asyncio.get_running_loop().create_task(self._run())
-
-    async def stop(self) -> None:
-        """End, and say so in the index if that takes no longer than `LEAVE_TIMEOUT_S`; idempotent."""
-        task, self._task = self._task, None
-        if task is None:
-            return
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        self.live = {}
-        if self.is_fenced or not self._is_known:
-            return
-        try:
-            await asyncio.wait_for(self._index.leave(self._record_now()), LEAVE_TIMEOUT_S)
-        except (KvtierError, TimeoutError) as error:
-            log.info("the index could not be told that this node stops", error=str(error) or "no answer")
-
-    # ---- the loop
-
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Until cancelled, or fenced; the first heartbeat goes out at once."""
         heartbeat_at_s = 0.0
         retry_s = FIRST_RETRY_S
         while True:
@@ -140,6 +119,20 @@ class Membership:
                 until_heartbeat_s = max(0.0, heartbeat_at_s - self._clock())
                 await asyncio.sleep(min(self._list_every_s, until_heartbeat_s))
 
+    async def leave(self) -> None:
+        """After `run`: say in the index that this node stops, if that takes at most `LEAVE_TIMEOUT_S`."""
+        self.live = {}
+        if self.is_fenced or not self._is_known:
+            return
+        self._is_known = False
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await self._index.leave(self._record_now())
+        except (KvtierError, TimeoutError) as error:
+            log.info("the index could not be told that this node stops", error=str(error) or "no answer")
+
+    # ---- what the index says
+
     async def _heartbeat(self) -> None:
         known = await self._within(self._index.heartbeat(self._record_now()))
         if not (known and self._is_known):
@@ -148,7 +141,8 @@ class Membership:
         self._is_known = True
 
     async def _within(self, call: Awaitable[T]) -> T:
-        return await asyncio.wait_for(call, self._config.heartbeat_s)
+        async with asyncio.timeout(self._config.heartbeat_s):
+            return await call
 
     def _answered(self, records: list[NodeRecord]) -> None:
         if not self.is_up:

@@ -78,24 +78,15 @@ class Publisher:
         self._dirty = asyncio.Event()
         self._lost = asyncio.Event()
         self._turn = asyncio.Lock()
-        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def unpublished(self) -> int:
         """Changes that the index has not taken yet, blocks to be published anew included."""
         return len(self._added) + len(self._removed) + self._in_flight + self._behind
 
-    def start(self) -> None:
-        """Begin to tell the index."""
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._flush_forever()), loop.create_task(self._sweep_forever())]
-
-    async def stop(self) -> None:
-        """End; what has not been told never will be. Idempotent."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def run(self) -> None:
+        """Tell the index until cancelled; what has not been told then never will be."""
+        await asyncio.gather(self._flush_forever(), self._sweep_forever())
 
     # ---- what changed
 
@@ -233,7 +224,8 @@ class Publisher:
 
     async def _is_lost_within(self, seconds: float) -> bool:
         try:
-            await asyncio.wait_for(self._lost.wait(), max(0.0, seconds))
+            async with asyncio.timeout(max(0.0, seconds)):
+                await self._lost.wait()
         except TimeoutError:
             return self._lost.is_set()
         return True
@@ -258,7 +250,8 @@ class Publisher:
 
     async def _tell(self, operation: str, call: Awaitable[None]) -> bool:
         try:
-            await asyncio.wait_for(call, CALL_TIMEOUT_S)
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await call
         except (KvtierError, TimeoutError) as error:
             self._on_fault(operation)
             log.debug("the index did not take changes", operation=operation, error=str(error) or "no answer")

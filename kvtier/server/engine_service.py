@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from kvtier.core import messages as m
 from kvtier.core.config import CALL_ID_BYTES
@@ -18,6 +19,9 @@ from kvtier.types import TierKind
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
 
+LEAVE_GRACE_S: Final = 1.0
+"""A load that its client has left keeps its lease so long: the release may be on its way."""
+
 
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
     """Lives on the node's loop."""
@@ -27,6 +31,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self._node = node
         self._arena = arena
         self._max_keys = node.config.max_keys_per_call
+        self._ending: set[asyncio.Task[None]] = set()  # at most one a lease
 
     @unary
     async def Register(self, request: pb.RegisterRequest) -> pb.RegisterResponse:
@@ -55,10 +60,11 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         return wire.offered(await run(self._node, wire.lookup(request, self._max_keys), m.Offered))
 
     async def Load(self, request: pb.LoadRequest, context: Any) -> None:
-        """Lease and name the slots. A client that leaves before the end of the stream leaves no lease.
+        """Lease and name the slots, those of blocks that are still coming as they arrive.
 
-        One that leaves when everything was sent leaves it until `lease_ttl_s`: a repeat under the same
-        call_id tells it the lease again.
+        A client that leaves before the end of the stream leaves no lease: it ends after `LEAVE_GRACE_S`,
+        time enough for the release of a load that was cut. One that leaves when everything was sent leaves it
+        until `lease_ttl_s`: a repeat under the same call_id tells it the lease again.
         """
         begin_s = time.perf_counter()
         try:
@@ -66,25 +72,44 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         except Exception as error:
             await refuse(context, self.metrics, "Load", error)
         else:
-            await self._tell(reply, request.engine_id, context)
-        finally:
+            # Only now: what other nodes take is not the time of this call.
             self.metrics.rpc_seconds.labels("Load").observe(time.perf_counter() - begin_s)
+            await self._tell(reply, request.engine_id, context)
 
     async def _tell(self, reply: m.Leased, engine: str, context: Any) -> None:
         told = False
         try:
             for message in wire.leased(reply, TierKind.DRAM):
                 await context.write(message)
+            if reply.coming:
+                await self._tell_more(reply, context)
             left_s = context.time_remaining()
             told = left_s is None or left_s > 0  # after its deadline the client has given up
         except Exception as error:  # whatever the transport raises where the client is gone
             log.info("a client left a load", engine=engine, error=type(error).__name__)
         finally:
-            if not told:
-                await self._end(engine, reply.lease)
+            if not told and reply.lease:
+                self._end_soon(engine, reply.lease)
+
+    async def _tell_more(self, reply: m.Leased, context: Any) -> None:
+        left = reply.coming
+        try:
+            async with asyncio.timeout(reply.lease_ttl_s):
+                async for more in self._node.arrivals.stream(reply.lease):
+                    left = 0 if more.is_last else max(0, left - len(more.slots))
+                    for message in wire.ready(reply, more, left, TierKind.DRAM):
+                        await context.write(message)
+        except TimeoutError:
+            log.warning("blocks did not come while their lease lasted", lease=reply.lease)
+
+    def _end_soon(self, engine: str, lease: int) -> None:
+        """Release a lease that its client may never have heard of, or is about to release itself."""
+        task = asyncio.get_running_loop().create_task(self._end(engine, lease))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     async def _end(self, engine: str, lease: int) -> None:
-        """Release a lease that its client may never have heard of."""
+        await asyncio.sleep(LEAVE_GRACE_S)
         with suppress(KvtierError):  # it may have ended meanwhile
             await self._node.execute(m.Release(call_id=os.urandom(CALL_ID_BYTES), engine=engine, lease=lease))
 

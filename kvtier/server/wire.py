@@ -159,12 +159,15 @@ def lookup(message: engine_pb2.LookupRequest, max_keys: int) -> m.Lookup:
     """No keys are allowed: nothing is found."""
     if not 1 <= message.shard_count <= MAX_SHARDS:
         raise InvalidRequest(f"shard_count is {message.shard_count}: allowed is 1 .. {MAX_SHARDS}")
+    if not 0 <= message.block_compute_s < math.inf:
+        raise InvalidRequest(f"block_compute_s is {message.block_compute_s}: allowed is 0 or more seconds")
     return m.Lookup(
         engine=_engine_id(message.engine_id),
         request=_request_id(message.request_id),
         keys=unpack_keys(message.keys, max_keys=max_keys),
         shard_count=message.shard_count,
         fingerprint=_fingerprint(message.fingerprint),
+        block_compute_s=message.block_compute_s,
     )
 
 
@@ -285,20 +288,40 @@ def offered(reply: m.Offered) -> engine_pb2.LookupResponse:
         hold_ttl_s=reply.hold_ttl_s,
         reason=reply.reason,
         tiers=[engine_pb2.TierCount(tier=tier, blocks=n) for tier, n in reply.tiers.items() if n],
+        coming=reply.coming,
     )
 
 
 def leased(reply: m.Leased, tier: TierKind) -> Iterator[engine_pb2.LoadResponse]:
-    """One message for each `LOAD_CHUNK_BLOCKS` blocks; one without blocks where there are none."""
-    for first in range(0, max(1, len(reply.slots)), LOAD_CHUNK_BLOCKS):
-        end = first + LOAD_CHUNK_BLOCKS
+    """What is here already, `LOAD_CHUNK_BLOCKS` blocks a message; one without blocks where there are none."""
+    return _load_messages(reply, 0, reply.slots, reply.checksums, reply.coming, tier)
+
+
+def ready(
+    reply: m.Leased, more: m.Ready, left: int, tier: TierKind
+) -> Iterator[engine_pb2.LoadResponse]:
+    """What arrived since, under the same lease; `left` blocks may still come after these."""
+    return _load_messages(reply, more.first, more.slots, more.checksums, left, tier)
+
+
+def _load_messages(
+    reply: m.Leased,
+    first: int,
+    slots: Sequence[Slot],
+    checksums: Sequence[bytes],
+    coming: int,
+    tier: TierKind,
+) -> Iterator[engine_pb2.LoadResponse]:
+    for begin in range(0, max(1, len(slots)), LOAD_CHUNK_BLOCKS):
+        end = begin + LOAD_CHUNK_BLOCKS
         yield engine_pb2.LoadResponse(
             lease_id=reply.lease,
-            first=first,
-            slots=pack_offsets(reply.slots[first:end]),
-            checksums=b"".join(reply.checksums[first:end]),
+            first=first + begin,
+            slots=pack_offsets(slots[begin:end]),
+            checksums=b"".join(checksums[begin:end]),
             lease_ttl_s=reply.lease_ttl_s,
             tier=tier,
+            coming=coming + max(0, len(slots) - end),
         )
 
 

@@ -18,6 +18,7 @@ EXPECTED = {
     errors.ProtocolMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.IndexFault: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Corruption: grpc.StatusCode.DATA_LOSS,
 }

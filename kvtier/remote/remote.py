@@ -1,0 +1,356 @@
+"""All that concerns other nodes, behind one object that the node asks: index, membership, publisher, pulls.
+
+It decides nothing: which places count is a matter of fact (who lives, in which incarnation, who keeps
+failing), what to do with them the core says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier import logs
+from kvtier.config import Config
+from kvtier.core import messages as m
+from kvtier.errors import Fenced, KvtierError
+from kvtier.identity import Identity
+from kvtier.interfaces import Index, Transfer
+from kvtier.metrics import Metrics
+from kvtier.remote.membership import Membership
+from kvtier.remote.publisher import Publisher
+from kvtier.types import PROTOCOL_VERSION, BlockId, Key, Location, NodeRecord, TierKind
+
+if TYPE_CHECKING:
+    from kvtier.remote.link import PeerLink, Peers
+    from kvtier.remote.pulls import Puller
+
+FIRST_FIND_KEYS: Final = 64
+FIND_GROWTH: Final = 4
+"""A lookup asks the index for few keys first, then for so many times as many: most tails are nowhere."""
+MAX_FIND_BLOCKS: Final = 4096
+"""Blocks in one question to the index, all shards together."""
+REGISTER_TIMEOUT_S: Final = 1.0
+FIRST_RETRY_S: Final = 0.25
+MAX_RETRY_S: Final = 5.0
+PRIVATE_INDEX: Final = "private: other nodes cannot see this one"
+NO_INDEX: Final = "none: this node shares nothing"
+
+Report = Callable[[m.Arrived | m.PullEnded], object]
+
+log = logs.get("remote")
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What the node tells of itself, read when it is needed."""
+
+    capacity_bytes: Callable[[], int]
+    resident_bytes: Callable[[], int]
+    load: Callable[[], float]
+    residents: Callable[[], Sequence[BlockId]]
+    tier_of: Callable[[BlockId], TierKind | None]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node that lives, as this one sees it.
+
+    Attributes
+    ----------
+    state
+        ``up``, ``failing`` (calls to it fail: it is not asked for a while) or ``unreached`` (not tried yet).
+    last_error
+        Of the last call that failed; empty where the last one did not.
+    """
+
+    record: NodeRecord
+    is_self: bool
+    state: str
+    last_error: str = ""
+
+
+class Remote:
+    """Used from the event loop. Nothing here raises because of another node or of the index.
+
+    Parameters
+    ----------
+    index
+        Opened in the background by `start`, closed by `stop`.
+    transfers
+        Filled by `open_transfers`; `peers` and `puller` use the same list.
+    open_transfers
+        Opens what works on this machine; None where bytes never travel.
+    on_fenced
+        See `Membership`.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: Index,
+        peers: Peers,
+        puller: Puller,
+        transfers: list[Transfer],
+        open_transfers: Callable[[], Coroutine[Any, Any, Sequence[Transfer]]] | None,
+        holdings: Holdings,
+        identity: Identity,
+        config: Config,
+        metrics: Metrics,
+        is_registered: bool = False,
+        instance: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index = index
+        self.peers = peers
+        self.transfers = transfers
+        self.peer_address = ""
+        self.notices: list[str] = []
+        self.fenced: asyncio.Future[Fenced] = asyncio.get_running_loop().create_future()
+        self._puller = puller
+        self._open_transfers = open_transfers
+        self._holdings = holdings
+        self._config = config
+        self._metrics = metrics
+        self._clock = clock
+        self._announced = ""
+        self._record = NodeRecord(
+            node=identity.node_id,
+            incarnation=identity.incarnation,
+            instance=instance or uuid.uuid4().hex,
+            name=config.node_name,
+            address="",
+            protocol_version=PROTOCOL_VERSION,
+            capacity_bytes=0,
+            resident_bytes=0,
+        )
+        self.membership = Membership(
+            index,
+            self.record,
+            config,
+            is_registered=is_registered,
+            on_change=peers.update,
+            on_fenced=self._fenced,
+            on_lost=self._lost,
+            on_fault=self._count_fault,
+            clock=clock,
+        )
+        self.publisher = Publisher(
+            index,
+            self.record,
+            config,
+            residents=holdings.residents,
+            tier_of=holdings.tier_of,
+            on_fault=self._count_fault,
+            on_done=lambda change, count: metrics.published.labels(change).inc(count),
+            clock=clock,
+        )
+        self._is_open = is_registered
+        self._is_stopped = False
+
+    def record(self) -> NodeRecord:
+        """What this node says of itself now."""
+        holdings = self._holdings
+        return replace(
+            self._record,
+            address=self._announced,
+            capacity_bytes=holdings.capacity_bytes(),
+            resident_bytes=holdings.resident_bytes(),
+            load=holdings.load(),
+        )
+
+    # ---- life
+
+    async def run(self, peer_address: str = "") -> None:
+        """Look for others until cancelled, or fenced; an exception is a bug.
+
+        Parameters
+        ----------
+        peer_address
+            Where the peer service answers; others are told when transfers are open. Empty: nowhere.
+        """
+        self.peer_address = peer_address
+        if self._open_transfers is not None:
+            self.transfers[:] = await self._open_transfers()
+        self._announced = peer_address
+        await self._open_index()
+        tasks = [asyncio.ensure_future(part.run()) for part in (self.membership, self.publisher)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Leave the index and close all; nothing is written to the arena afterwards. Idempotent.
+
+        The caller has ended `run` and all pulls.
+        """
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        await self.membership.leave()
+        await self.peers.close()
+        for transfer in self.transfers:
+            await transfer.close()
+        await self.index.close()
+
+    async def _open_index(self) -> None:
+        retry_s = FIRST_RETRY_S
+        while not self._is_open:
+            try:
+                await self.index.open()
+            except KvtierError as error:
+                self._count_fault("open")
+                self._notice(f"the index does not work, other nodes are not seen: {error}")
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, MAX_RETRY_S)
+            else:
+                self._is_open = True
+                self.notices.clear()
+
+    def _notice(self, text: str) -> None:
+        if self.notices != [text]:
+            log.warning(text)
+            self.notices[:] = [text]
+
+    def _fenced(self, error: Fenced) -> None:
+        if not self.fenced.done():
+            self.fenced.set_result(error)
+
+    def _lost(self) -> None:
+        self.publisher.republish()
+
+    def _count_fault(self, operation: str) -> None:
+        self._metrics.index_faults.labels(operation).inc()
+
+    # ---- what the core says
+
+    def publish(self, action: m.Publish) -> None:
+        """Tell the index, when it can be told."""
+        if action.added:
+            self.publisher.add(action.tier, action.added)
+        if action.removed:
+            self.publisher.remove(action.removed)
+
+    async def pull(self, action: m.Pull, report: Report) -> None:
+        """Carry a pull out; ends with exactly one `PullEnded`, also when cancelled."""
+        await self._puller.run(action, report)
+
+    async def find(self, find: m.Find) -> m.Located | None:
+        """Where the tail of a lookup lies, as far as it counts; None where nothing of it does.
+
+        Costs nothing where no other node lives. Bounded by `index_timeout_s`.
+        """
+        usable = self._usable()
+        if not usable:
+            return None
+        lookup = find.lookup
+        keys = lookup.keys[find.first :]
+        places: list[list[tuple[Location, ...]]] = [[] for _ in range(lookup.shard_count)]
+        try:
+            async with asyncio.timeout(self._config.index_timeout_s):
+                await self._gallop(keys, places)
+        except (KvtierError, TimeoutError) as error:
+            self._count_fault("find")
+            log.debug("the index did not answer a lookup", error=str(error) or "no answer in time")
+            return None
+        counting = [[self._counting(its, usable) for its in shard] for shard in places]
+        if not any(any(shard) for shard in counting):
+            return None
+        return m.Located(lookup=lookup, first=find.first, places=counting)
+
+    async def _gallop(self, keys: Sequence[Key], places: list[list[tuple[Location, ...]]]) -> None:
+        """Ask for more and more of the keys, until one is nowhere: a prompt cannot be loaded beyond it."""
+        shards = range(len(places))
+        most = max(1, MAX_FIND_BLOCKS // len(shards))
+        begin, step = 0, min(FIRST_FIND_KEYS, most)
+        while begin < len(keys):
+            part = keys[begin : begin + step]
+            found = await self.index.find([BlockId(key, shard) for shard in shards for key in part])
+            for shard in shards:
+                places[shard] += found[shard * len(part) : (shard + 1) * len(part)]
+            if not all(found):
+                return
+            begin += step
+            step = min(FIND_GROWTH * step, most)
+
+    def _usable(self) -> dict[str, int]:
+        """Nodes that may be asked for blocks, with their incarnation."""
+        if not self.transfers:
+            return {}
+        now_s = self._clock()
+        usable = {}
+        for node, record in self.membership.live.items():
+            if not record.address or record.protocol_version != PROTOCOL_VERSION:
+                continue
+            link = self.peers.get(node)
+            if link is not None and not link.breaker.is_open(now_s):
+                usable[node] = record.incarnation
+        return usable
+
+    @staticmethod
+    def _counting(places: Sequence[Location], usable: dict[str, int]) -> tuple[Location, ...]:
+        return tuple(place for place in places if usable.get(place.node) == place.incarnation)
+
+    def deny(self, blocks: Sequence[BlockId]) -> None:
+        """A peer asked for blocks that are not here: the index is told, in case it said they were."""
+        gone = [block for block in blocks if self._holdings.tier_of(block) is None]
+        if gone:
+            self.publisher.remove(gone)
+
+    # ---- for operators
+
+    @property
+    def index_text(self) -> str:
+        """The kind of index, for operators."""
+        return PRIVATE_INDEX if not self._config.index else self.index.name
+
+    @property
+    def index_up(self) -> bool:
+        """Whether the index answered last time."""
+        return self.membership.is_up
+
+    def nodes(self) -> list[NodeView]:
+        """This node, then every other one that lives."""
+        others = sorted(self.membership.live.values(), key=lambda record: (record.name, record.node))
+        return [NodeView(self.record(), True, "up"), *(self._view(record) for record in others)]
+
+    def peers_by_state(self) -> dict[str, int]:
+        """How many other nodes are up, failing and unreached."""
+        counts = {"up": 0, "failing": 0, "unreached": 0}
+        for view in self.nodes()[1:]:
+            counts[view.state] += 1
+        return counts
+
+    def _view(self, record: NodeRecord) -> NodeView:
+        link = self.peers.get(record.node)
+        if link is None:
+            return NodeView(record, False, "unreached")
+        return NodeView(record, False, _state(link, self._clock()), link.last_error)
+
+    async def places(self, blocks: Sequence[BlockId]) -> list[tuple[Location, ...]]:
+        """What the index says of these blocks, of nodes that live, this one left out.
+
+        Raises
+        ------
+        IndexFault
+            It did not answer.
+        """
+        live = {node: record.incarnation for node, record in self.membership.live.items()}
+        found: list[tuple[Location, ...]] = []
+        for begin in range(0, len(blocks), MAX_FIND_BLOCKS):
+            found += await self.index.find(blocks[begin : begin + MAX_FIND_BLOCKS])
+        return [self._counting(its, live) for its in found]
+
+
+def _state(link: PeerLink, now_s: float) -> str:
+    if link.breaker.is_open(now_s):
+        return "failing"
+    return "up" if link.is_reached else "unreached"
