@@ -178,9 +178,19 @@ class Arena(Tier):
         """Let the worker look after older arenas and take what has become free; never waits.
 
         Returns what is usable now: the effect of a step is seen by a later call.
+
+        Raises
+        ------
+        ResourceShortage
+            Somebody removed the arena's file: no engine can map it any more, so the daemon has to start anew.
         """
         if self._worker is None or self._bytes is None:
             return 0
+        if self._fd is not None and not leftovers.leads_to(self.path, self._fd):
+            raise ResourceShortage(
+                f"the arena's file {self.path} was removed by somebody else: start the daemon again, and "
+                "keep cleaners (systemd's RemoveIPC, for one) away from shm_dir"
+            )
         if self._step is not None and self._step.done():
             self._step.result()  # a bug in a step surfaces here
             self._step = None

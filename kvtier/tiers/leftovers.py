@@ -101,7 +101,7 @@ def own(shm_dir: Path, node_id: str) -> int:
         fd = _open_owner(path)
         # A daemon that clears the leftovers of dead ones may have removed the file since we opened it.
         if shm.try_lock(fd, fcntl.LOCK_EX):
-            if _leads_to(path, fd):
+            if leads_to(path, fd):
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
                 return fd
@@ -135,8 +135,12 @@ def disown(shm_dir: Path, node_id: str, owner_fd: int) -> None:
 def retire(path: Path, fd: int) -> OldArena | None:
     """Take an arena out of service and remove it, unless engines map it: then return it.
 
-    `fd` is an open file of `path` and belongs to this call from now on.
+    `fd` was opened as `path` and belongs to this call from now on; a file that somebody else has removed
+    meanwhile is let go.
     """
+    if not leads_to(path, fd):
+        os.close(fd)
+        return None
     old = OldArena(path.with_suffix(".old"), fd)
     if path != old.path:
         path.rename(old.path)
@@ -169,7 +173,7 @@ def remove_orphans(shm_dir: Path, node_id: str) -> list[Path]:
         if node == node_id[:NODE_PREFIX_CHARS] or (fd := _open_ours(owner)) is None:
             continue
         # While we hold the lock its daemon cannot start: `own` finds the lock taken, or the file gone.
-        if shm.try_lock(fd, fcntl.LOCK_EX) and _leads_to(owner, fd):
+        if shm.try_lock(fd, fcntl.LOCK_EX) and leads_to(owner, fd):
             arenas = list(_arenas(shm_dir, node))
             gone = [path for path in arenas if _remove_orphan(path)]
             if len(gone) == len(arenas):
@@ -213,7 +217,8 @@ def _is_ours(fd: int) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
-def _leads_to(path: Path, fd: int) -> bool:
+def leads_to(path: Path, fd: int) -> bool:
+    """Whether `path` is still the file that was opened as `fd`."""
     try:
         return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(fd))
     except FileNotFoundError:

@@ -634,3 +634,21 @@ async def test_large_copies_leave_the_loop_free(make: Make) -> None:
     await arena.read([slot], [memoryview(buffer)])
     assert buffer == payload
     await arena.close()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+async def test_a_file_that_somebody_removed_is_a_clear_error_and_close_still_works(
+    make: Make, shm_dir: Path, replaced: bool
+) -> None:
+    arena = make()
+    await arena.open()
+    assert arena.grow() == CAP
+    arena.path.unlink()
+    if replaced:
+        arena.path.write_bytes(b"not ours")
+    with pytest.raises(ResourceShortage, match="removed by somebody else"):
+        arena.grow()
+    await arena.close()
+    await arena.close()
+    left = [name for name in names(shm_dir) if name.endswith(".arena")]
+    assert left == ([arena.path.name] if replaced else [])
