@@ -155,6 +155,8 @@ class EngineClient:
         _check_request_id(request_id)
         if not _is_count(shard_count, 1, MAX_SHARDS):
             raise InvalidRequest(f"shard_count is {shard_count!r}: allowed is 1 .. {MAX_SHARDS}")
+        if not 0 <= block_compute_s < math.inf:
+            raise InvalidRequest(f"block_compute_s is {block_compute_s}: allowed is 0 or more seconds")
         deadline = Deadline(self._lookup_timeout_s)
         self._counters.add(lookups=1, lookup_blocks=len(keys))
         try:
