@@ -1,5 +1,8 @@
 """Who this node is: an id made once, an incarnation that grows at each start, a lock for life.
 
+The index issues the incarnation where it can be reached; the one that is kept here never falls behind it,
+so that a start without the index goes on from there.
+
 All of it lies in the data directory. ``daemon.lock`` carries a flock that the kernel drops when the
 daemon dies, however it dies; ``node.json`` holds id and incarnation and is on disk before either is used.
 """
@@ -13,7 +16,7 @@ import os
 import re
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -42,6 +45,21 @@ class Identity:
     node_id: str
     incarnation: int
     lock_fd: int
+
+    def adopt(self, data_dir: Path, incarnation: int) -> Identity:
+        """The same node under the incarnation that the index has issued for this start.
+
+        Raises
+        ------
+        ConfigError, ResourceShortage
+            It cannot be written down.
+        """
+        assert incarnation >= self.incarnation
+        try:
+            _write(data_dir, self.node_id, incarnation)
+        except OSError as error:
+            raise _unusable(data_dir, error) from error
+        return replace(self, incarnation=incarnation)
 
     def release(self) -> None:
         """Let another daemon have the data directory; call once, last of all."""
