@@ -15,6 +15,7 @@ import kvtier
 from kvtier.cli import output
 from kvtier.cli.check import check
 from kvtier.cli.demo import demo
+from kvtier.cli.nodes import node, nodes
 from kvtier.cli.prefix import evict, lookup, pin, unpin
 from kvtier.cli.serve import serve
 from kvtier.cli.status import status
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (serve, demo, status, lookup, pin, unpin, evict, check):
+for command in (serve, demo, status, nodes, node, lookup, pin, unpin, evict, check):
     app.command(epilog=output.EXIT_CODES)(command)
 
 

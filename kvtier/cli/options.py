@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from pydantic import SecretStr
 from pydantic_core import PydanticUndefined
+from rich.markup import escape
 
 from kvtier.client import AdminClient
 from kvtier.config import Config
@@ -44,8 +46,9 @@ def daemon(config: Path | None, socket: str | None) -> Iterator[AdminClient]:
 def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give `command(**values)` one option for each field of `Config`, all of them None unless given.
 
-    Texts go to `Config.load` as they are: it alone judges values, whichever source they come from.
-    `command`'s own parameters, which have to be named, come first.
+    Secrets have none: every user of the machine sees command lines. Texts go to `Config.load` as they are:
+    it alone judges values, whichever source they come from. `command`'s own parameters, which have to be
+    named, come first.
     """
     own = [
         parameter
@@ -59,9 +62,10 @@ def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[str | None, _option(name)],
+            annotation=Annotated[_type(name), _option(name)],
         )
         for name in Config.model_fields
+        if Config.model_fields[name].annotation is not SecretStr
     ]
 
     def wrapper(**values: Any) -> None:
@@ -74,17 +78,23 @@ def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
+def _type(name: str) -> Any:
+    return bool | None if Config.model_fields[name].annotation is bool else str | None
+
+
 def _option(name: str) -> Any:
     field = Config.model_fields[name]
     description = (field.description or "").rstrip(".")
     default = (
         "" if field.default in (PydanticUndefined, None, "") else f"; default: {_text(name, field.default)}"
     )
+    is_flag = field.annotation is bool
+    option = name.replace("_", "-")
     return typer.Option(
-        f"--{name.replace('_', '-')}",
-        help=f"{description[:1].upper()}{description[1:]}. (env KVTIER_{name.upper()}{default})",
+        f"--{option}/--no-{option}" if is_flag else f"--{option}",
+        help=f"{escape(description[:1].upper() + description[1:])}. (env KVTIER_{name.upper()}{default})",
         show_default=False,
-        metavar="TEXT",
+        metavar=None if is_flag else "TEXT",
     )
 
 

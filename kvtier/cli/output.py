@@ -39,6 +39,7 @@ _CODES: Final[Sequence[tuple[type[errors.KvtierError], int]]] = (
     (errors.Unavailable, UNREACHABLE),
     (errors.ResourceShortage, SHORTAGE),
     (errors.AlreadyRunning, ALREADY_RUNNING),
+    (errors.Fenced, ALREADY_RUNNING),
 )
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 

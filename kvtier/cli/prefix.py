@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +13,7 @@ from kvtier.cli import output
 from kvtier.cli.options import AsJson, ConfigFile, Socket, daemon
 from kvtier.errors import InvalidRequest
 from kvtier.types import KEY_SIZE_BYTES, Key, TierKind
+from kvtier.v1 import admin_pb2 as pb
 
 Keys = Annotated[
     list[str] | None,
@@ -27,40 +29,70 @@ def lookup(
     keys: Keys = None,
     *,
     keys_file: KeysFile = None,
+    here: Annotated[bool, typer.Option("--here", help="Only this node; the index is not asked.")] = False,
     config: ConfigFile = None,
     socket: Socket = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how many leading blocks of a prefix are here, and where. Exit code 1: not even the first."""
+    """Show every place of a prefix's blocks, and how many leading ones have one. Exit code 1: not the first.
+
+    What other nodes have the index says: a hint, of which the owner knows the truth.
+    """
     chain = read_keys(keys, keys_file)
     with daemon(config, socket) as client:
-        answer = client.lookup_prefix(chain)
-    places = [
-        {
-            "index": place.index,
-            "shard": place.shard,
-            "node_id": place.node_id,
-            "incarnation": place.incarnation,
-            "tier": TierKind(place.tier).name.lower(),
-            "arena_id": place.arena_id,
-            "offset_bytes": place.offset_bytes,
-            "size_bytes": place.size_bytes,
-            "pinned": place.pinned,
-            "leases": place.leases,
-        }
-        for place in answer.places
-    ]
+        answer = client.lookup_prefix(chain, everywhere=not here)
+        names = {node.node_id: node.name for node in client.list_nodes().nodes}
+        is_blind = not here and not client.status().index_reachable
+    places = [_place(place, names) for place in answer.places]
     if as_json:
         output.print_json({"blocks": answer.blocks, "asked": len(chain), "places": places})
     else:
-        names = ("index", "shard", "tier", "size_bytes", "offset_bytes", "pinned", "leases")
-        output.print_table(
-            f"{answer.blocks} of {len(chain)} leading blocks are here",
-            [name.removesuffix("_bytes") for name in names],
-            [[str(place[name]) for name in names] for place in places],
-            right=4,
+        columns = (
+            "index",
+            "shard",
+            "name",
+            "tier",
+            "replica",
+            "pinned",
+            "leases",
+            "size_bytes",
+            "offset_bytes",
         )
+        output.print_table(
+            f"{answer.blocks} of {len(chain)} leading blocks have a place",
+            [column.removesuffix("_bytes") for column in columns],
+            [[_cell(place[column]) for column in columns] for place in places],
+            right=3,
+        )
+    if is_blind:
+        output.print_error("the index cannot be reached: what other nodes have is not known")
     _end(answer.blocks > 0)
+
+
+def _place(place: pb.BlockPlace, names: Mapping[str, str]) -> dict[str, Any]:
+    """As JSON has it; of other nodes only what the index knows, the rest is None."""
+    here = {
+        "arena_id": place.arena_id,
+        "offset_bytes": place.offset_bytes,
+        "size_bytes": place.size_bytes,
+        "pinned": place.pinned,
+        "leases": place.leases,
+        "replica": place.replica,
+    }
+    return {
+        "index": place.index,
+        "shard": place.shard,
+        "name": names.get(place.node_id, ""),
+        "node_id": place.node_id,
+        "incarnation": place.incarnation,
+        "tier": TierKind(place.tier).name.lower(),
+        "hint": place.hint,
+        **(dict.fromkeys(here) if place.hint else here),
+    }
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else str(value)
 
 
 def pin(

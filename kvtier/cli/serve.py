@@ -22,8 +22,9 @@ _REPORT_EVERY_S: Final = 1.0
 def serve(*, config: ConfigFile = None, as_json: AsJson = False, **values: Any) -> None:
     """Run the daemon of this node; no option is needed.
 
-    Each option can be given here, as an environment variable, or in a TOML file, in this order. Logs go to
-    stderr. With --json one JSON document on stdout says when the socket answers.
+    Each option can be given here, as an environment variable, or in a TOML file, in this order; the index's
+    password only in KVTIER_INDEX_PASSWORD, or in a file that an option names. Logs go to stderr. With --json
+    one JSON document on stdout says when the socket answers.
     """
     settings = Config.load(config, **values)
     from kvtier.daemon import run_daemon

@@ -24,11 +24,11 @@ _BYTES_OF_A_TIER = (
 
 
 def status(*, config: ConfigFile = None, socket: Socket = None, as_json: AsJson = False) -> None:
-    """Show the daemon of this node: tiers, engines, counters, notices."""
+    """Show the daemon of this node: tiers, engines, transfers, counters, notices."""
     with daemon(config, socket) as client:
         answer = client.status()
     if as_json:
-        output.print_json(status_json(answer))
+        output.print_json(message_json(answer))
         return
     output.print_pairs("node", _node(answer))
     output.print_table(
@@ -61,7 +61,12 @@ def status(*, config: ConfigFile = None, socket: Socket = None, as_json: AsJson 
         ],
         right=5,
     )
-    counters = status_json(answer)["counters"]
+    output.print_table(
+        "transfers, best first",
+        ["transfer", "state", "detail"],
+        [[each.name, "usable" if each.usable else "not usable", each.detail] for each in answer.transfers],
+    )
+    counters = message_json(answer)["counters"]
     output.print_pairs("counters", {name.replace("_", " "): str(value) for name, value in counters.items()})
     for notice in answer.notices:
         output.print_error(notice)
@@ -74,13 +79,19 @@ def _node(answer: pb.GetStatusResponse) -> dict[str, str]:
         "version": answer.version,
         "state": answer.state,
         "up for": output.duration_text(answer.uptime_s),
-        "index": answer.index,
+        "index": _index(answer),
+        "peers reach it at": answer.peer_address or "nowhere: other nodes cannot read from it",
         "metrics": answer.metrics_address or "off",
     }
 
 
-def status_json(answer: pb.GetStatusResponse) -> dict[str, Any]:
-    """The message with every field, numbers as numbers and bytes as hex."""
+def _index(answer: pb.GetStatusResponse) -> str:
+    told = f"; {answer.unpublished} changes are not published yet" if answer.unpublished else ""
+    return f"{answer.index}{'' if answer.index_reachable else '; cannot be reached'}{told}"
+
+
+def message_json(answer: Any) -> dict[str, Any]:
+    """A message of admin.proto with every field, numbers as numbers and bytes as hex."""
     return _jsonable(
         answer,
         MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True),

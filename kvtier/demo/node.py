@@ -53,7 +53,12 @@ class NodeProcess:
         }
         command = [sys.executable, "-m", "kvtier.cli.main", "serve", "--json", "--log-format", "json"]
         for name, value in values.items():
-            command += [f"--{name.replace('_', '-')}", str(value)]
+            option = name.replace("_", "-")
+            command += (
+                [f"--{'' if value else 'no-'}{option}"]
+                if isinstance(value, bool)
+                else [f"--{option}", str(value)]
+            )
         log = directory / "daemon.log"
         log.unlink(missing_ok=True)
         begin_s = time.monotonic()

@@ -6,15 +6,14 @@ from dataclasses import asdict
 
 import kvtier
 from kvtier.core import messages as m
-from kvtier.core.stats import EngineStats, TierStats
+from kvtier.core.stats import BlockPlace, EngineStats, TierStats
 from kvtier.errors import LimitExceeded
 from kvtier.node import Node
-from kvtier.server import wire
+from kvtier.server import admin_nodes, wire
 from kvtier.server.calls import run, unary
 from kvtier.v1 import admin_pb2 as pb
 from kvtier.v1 import admin_pb2_grpc
 
-PRIVATE_INDEX = "private: other nodes cannot see this one"
 _FRAME_BYTES = 1024
 
 
@@ -38,46 +37,43 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """All that an operator may want to see."""
         node, stats = self._node, self._node.stats()
         tiers = [self._tier(tier) for tier in stats.tiers]
-        return pb.GetStatusResponse(
+        status = pb.GetStatusResponse(
             node_id=node.identity.node_id,
             incarnation=node.identity.incarnation,
             version=kvtier.__version__,
             uptime_s=node.uptime_s,
             state="growing" if any(map(_is_growing, tiers)) else "serving",
-            index=PRIVATE_INDEX,
             tiers=tiers,
             engines=[self._engine(engine) for engine in stats.engines],
             counters=pb.Counters(**asdict(stats.counters)),
             metrics_address=self._metrics_address,
             notices=self._notices(tiers),
         )
+        admin_nodes.fill_status(status, node)
+        return status
+
+    @unary
+    async def ListNodes(self, request: pb.ListNodesRequest) -> pb.ListNodesResponse:
+        """Who shares the index, this node first."""
+        return pb.ListNodesResponse(nodes=admin_nodes.list_nodes(self._node))
+
+    @unary
+    async def GetNode(self, request: pb.GetNodeRequest) -> pb.GetNodeResponse:
+        """One of them."""
+        return pb.GetNodeResponse(node=admin_nodes.get_node(self._node, request.node))
 
     @unary
     async def LookupPrefix(self, request: pb.LookupPrefixRequest) -> pb.LookupPrefixResponse:
-        """Where each block of a prefix lies."""
+        """Where each block of a prefix lies: here, and as the index says of other nodes."""
         keys = wire.lookup_prefix(request, self._max_keys)
-        places = self._node.places(keys)
+        places = [self._place(place) for place in self._node.places(keys)]
+        if request.everywhere and self._node.remote is not None:
+            shards = 1 + max((place.shard for place in places), default=0)
+            places += await admin_nodes.hints(self._node.remote, keys, shards)
+            places.sort(key=lambda place: (place.index, place.shard, place.hint))
         found = {place.index for place in places}
         blocks = next((i for i in range(len(keys)) if i not in found), len(keys))
-        identity = self._node.identity
-        response = pb.LookupPrefixResponse(
-            blocks=blocks,
-            places=[
-                pb.BlockPlace(
-                    index=place.index,
-                    shard=place.block.shard,
-                    node_id=identity.node_id,
-                    incarnation=identity.incarnation,
-                    tier=place.tier,
-                    arena_id=place.slot.arena,
-                    offset_bytes=place.slot.offset_bytes,
-                    size_bytes=place.slot.size_bytes,
-                    pinned=place.pinned,
-                    leases=place.leases,
-                )
-                for place in places
-            ],
-        )
+        response = pb.LookupPrefixResponse(blocks=blocks, places=places)
         limit_bytes = self._node.config.max_message_bytes - _FRAME_BYTES
         if response.ByteSize() > limit_bytes:
             raise LimitExceeded(
@@ -103,6 +99,21 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """End that protection."""
         reply = await run(self._node, wire.unpin(request, self._max_keys), m.Unpinned)
         return pb.UnpinPrefixResponse(unpinned=reply.pins)
+
+    def _place(self, place: BlockPlace) -> pb.BlockPlace:
+        identity = self._node.identity
+        return pb.BlockPlace(
+            index=place.index,
+            shard=place.block.shard,
+            node_id=identity.node_id,
+            incarnation=identity.incarnation,
+            tier=place.tier,
+            arena_id=place.slot.arena,
+            offset_bytes=place.slot.offset_bytes,
+            size_bytes=place.slot.size_bytes,
+            pinned=place.pinned,
+            leases=place.leases,
+        )
 
     def _tier(self, stats: TierStats) -> pb.TierStatus:
         return pb.TierStatus(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import SecretStr
 
 from kvtier.client import EngineClient, Pages
 from kvtier.config import Config
@@ -68,6 +69,25 @@ def test_status(kvtier: Kvtier, node: NodeProcess, store: Store) -> None:
     assert "16 MiB" in table.stdout
 
 
+def test_a_node_alone(kvtier: Kvtier, node: NodeProcess) -> None:
+    at = ("--socket", str(node.socket))
+    done = kvtier("nodes", "--json", *at)
+    listed = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert [each["node_id"] for each in listed["nodes"]] == [node.readiness["node_id"]]
+    assert listed["nodes"][0]["is_self"] is True
+    assert listed["nodes"][0]["capacity_bytes"] == 16 << 20
+    for name in (node.readiness["node_id"], node.readiness["node_id"][:8], socket.gethostname()):
+        done = kvtier("node", name, "--json", *at)
+        assert (done.returncode, json.loads(done.stdout)["node_id"]) == (0, node.readiness["node_id"])
+    assert "(this node)" in kvtier("node", socket.gethostname(), *at).stdout
+    assert socket.gethostname() in kvtier("nodes", *at).stdout
+    missing = kvtier("node", "nobody", "--json", *at)
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert "'nobody'" in missing.stderr
+    assert kvtier("node", "x" * 300, *at).returncode == 2
+
+
 def test_the_life_of_a_prefix(kvtier: Kvtier, node: NodeProcess, store: Store) -> None:
     keys = store(2)
     at = ("--socket", str(node.socket), "--json")
@@ -75,6 +95,7 @@ def test_the_life_of_a_prefix(kvtier: Kvtier, node: NodeProcess, store: Store) -
     assert (found["blocks"], found["asked"]) == (BLOCKS, BLOCKS)
     assert [place["index"] for place in found["places"]] == list(range(BLOCKS))
     assert {place["tier"] for place in found["places"]} == {"dram"}
+    assert {(place["replica"], place["hint"]) for place in found["places"]} == {(False, False)}
 
     pinned = json.loads(kvtier("pin", "--keys-file", "-", *at, stdin="\n".join(hexed(keys))).stdout)
     assert pinned["pinned"] == BLOCKS
@@ -105,9 +126,9 @@ def test_what_is_not_there(kvtier: Kvtier, node: NodeProcess) -> None:
         assert (done.returncode, done.stderr) == (1, ""), command
 
 
-@pytest.mark.parametrize("command", ["status", "lookup", "pin", "unpin", "evict"])
+@pytest.mark.parametrize("command", ["status", "nodes", "node", "lookup", "pin", "unpin", "evict"])
 def test_no_daemon(kvtier: Kvtier, short_dir: Path, command: str) -> None:
-    keys = [] if command == "status" else ["77" * 32]
+    keys = [] if command in ("status", "nodes") else ["77" * 32]
     done = kvtier(command, *keys, "--socket", str(short_dir / "none.sock"), "--json")
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.count("\n") == 1
@@ -143,9 +164,12 @@ def test_unknown_options_are_bad_usage(kvtier: Kvtier) -> None:
 
 def test_serve_has_an_option_for_each_field(kvtier: Kvtier) -> None:
     text = kvtier("serve", "--help", COLUMNS="200", TERMINAL_WIDTH="200").stdout
+    secret = {name for name, field in Config.model_fields.items() if field.annotation is SecretStr}
+    assert secret == {"index_password"}
     for name in Config.model_fields:
-        assert f"--{name.replace('_', '-')} " in text
-        assert f"KVTIER_{name.upper()}" in text
+        option = f"--{name.replace('_', '-')} "
+        assert (option in text) is (name not in secret)
+        assert f"KVTIER_{name.upper()}" in text or name in secret
 
 
 def test_help_says_what_exit_codes_mean(kvtier: Kvtier) -> None:

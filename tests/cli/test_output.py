@@ -22,6 +22,9 @@ EXPECTED = {
     errors.DeadlineExceeded: 3,
     errors.Corruption: 6,
     errors.TierFault: 6,
+    errors.IndexFault: 3,
+    errors.Fenced: 5,
+    errors.TransferFault: 6,
 }
 
 
