@@ -1,10 +1,12 @@
-"""Time to first token of 4,000 tokens: kvtier's hit against the engine's own, and what a miss costs.
+"""Time to first token of 4,000 tokens: kvtier's hits against the engine's own, and what a miss costs.
 
 Two API servers run side by side, one without the connector; only one is busy at a time. Each round takes a
 fresh prompt: `cold` and `hot` (the engine's own cache) on the plain engine; `miss` and, after the engine's
 cache was emptied, `hit` on the one with the connector. The second arm repeats cold and miss while four
-other requests decode on the same engine. Targets are medians of the rounds' own ratios, so that what slows
-the machine for a while slows both sides; all raw figures and the medians of each arm are in the JSON.
+other requests decode on the same engine. The third arm has two nodes with an engine on each: `far` computes
+a fresh prompt, then the near engine, which has never seen it, answers (`remote`), and once more from its own
+cache (`hot`). Targets are medians of the rounds' own ratios, so that what slows the machine for a while slows
+both sides; all raw figures and the medians of each arm are in the JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import Any, Final
 from bench.common import MIN_ROUNDS, VOID_BELOW, at_least, at_most, median
 from kvtier.demo import prompts
 from kvtier.demo.engine import BLOCK_TOKENS, Answer, Engine
-from kvtier.demo.pair import Pair, pair
+from kvtier.demo.node import NodeProcess
+from kvtier.demo.pair import FarPair, Pair, far_pair, pair
 from kvtier.demo.processes import DemoFailed
 
 PROMPT_TOKENS: Final = 4000
@@ -31,6 +34,8 @@ REFERENCE_COLD_S: Final = 3.5 * PROMPT_TOKENS / 4096
 REFERENCE_HOT_S: Final = 0.06
 """Of facts/vllm.md. A machine that takes more than twice as long is too busy for these figures."""
 HIT_TARGET: Final = 1.4
+REMOTE_TARGET: Final = 1.8
+HITS: Final = ("hit", "remote")
 MISS_TARGET: Final = 0.03
 REQUIRED_SHARE: Final = 0.95
 
@@ -43,27 +48,36 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with pair(_say) as both:
         idle = [_idle_round(both, number) for number in range(rounds)]
         busy = [_busy_round(both, number) for number in range(rounds)]
+    with far_pair(_say) as apart:
+        remote = [_remote_round(apart, number) for number in range(rounds)]
+        transfer = [node.transfer for node in apart.near_node.admin.list_nodes().nodes if not node.is_self]
     return {
         "rounds": rounds,
         "prompt_tokens": PROMPT_TOKENS,
         "block_tokens": BLOCK_TOKENS,
         "targets": {
-            "hits that loaded 95 % of the prompt": at_least(_loaded_share(idle), 1.0),
+            "hits that loaded 95 % of the prompt": at_least(_loaded_share(idle, "hit"), 1.0),
             "local hit / engine's own hot": at_most(_ratio(idle, "hit", "hot"), HIT_TARGET),
+            "remote hits that loaded 95 % of the prompt": at_least(_loaded_share(remote, "remote"), 1.0),
+            "remote hit / engine's own hot": at_most(_ratio(remote, "remote", "hot"), REMOTE_TARGET),
             "miss costs, idle engine": at_most(_ratio(idle, "miss", "cold") - 1, MISS_TARGET),
             "miss costs, four others decoding": at_most(_ratio(busy, "miss", "cold") - 1, MISS_TARGET),
         },
         "medians_s": {
             **{f"idle {name}": _median(idle, name) for name in ("cold", "hot", "miss", "hit")},
             **{f"busy {name}": _median(busy, name) for name in ("cold", "miss")},
+            **{f"two nodes {name}": _median(remote, name) for name in ("far", "remote", "hot")},
         },
         "ratios_of_medians": {
             "hit / hot": _median(idle, "hit") / _median(idle, "hot"),
+            "remote / hot": _median(remote, "remote") / _median(remote, "hot"),
             "miss / cold": _median(idle, "miss") / _median(idle, "cold"),
             "busy miss / cold": _median(busy, "miss") / _median(busy, "cold"),
         },
         "idle": idle,
         "busy": busy,
+        "remote": remote,
+        "transfer": transfer,
         "void": _void(_median(idle, "cold"), _median(idle, "hot")),
     }
 
@@ -74,16 +88,16 @@ def _idle_round(both: Pair, number: int) -> Round:
 
     def plain() -> None:
         both.plain.reset_prefix_cache()
-        result["cold"] = _ask(both, both.plain, prompt)
-        result["hot"] = _ask(both, both.plain, prompt)
+        result["cold"] = _ask(both.node, both.plain, prompt)
+        result["hot"] = _ask(both.node, both.plain, prompt)
 
     def connected() -> None:
         both.connected.reset_prefix_cache()
         stored = both.node.status().counters.stored_blocks
-        result["miss"] = _ask(both, both.connected, prompt)
+        result["miss"] = _ask(both.node, both.connected, prompt)
         both.node.wait_stored(stored + PROMPT_TOKENS // BLOCK_TOKENS)
         both.connected.reset_prefix_cache()
-        result["hit"] = _ask(both, both.connected, prompt)
+        result["hit"] = _ask(both.node, both.connected, prompt)
 
     for arm in (plain, connected) if number % 2 == 0 else (connected, plain):
         both.settle()
@@ -100,22 +114,38 @@ def _busy_round(both: Pair, number: int) -> Round:
         both.settle()
         with _others(engine):
             stored = both.node.status().counters.stored_blocks
-            result[name] = _ask(both, engine, prompt)
+            result[name] = _ask(both.node, engine, prompt)
             if name == "miss":
                 both.node.wait_stored(stored + PROMPT_TOKENS // BLOCK_TOKENS)
     _judge(result, f"round {number + 1}, four others")
     return result
 
 
-def _ask(both: Pair, engine: Engine, prompt: list[int]) -> dict[str, Any]:
-    before = both.node.status().counters.loaded_blocks
+def _remote_round(both: FarPair, number: int) -> Round:
+    prompt = prompts.tokens(both.far.tokenize, seed=3000 + number, count=PROMPT_TOKENS)
+    result: Round = {}
+    both.settle()
+    stored = both.far_node.status().counters.stored_blocks
+    result["far"] = _ask(both.far_node, both.far, prompt)
+    both.far_node.wait_stored(stored + PROMPT_TOKENS // BLOCK_TOKENS)
+    both.far_node.wait_published()
+    both.settle()
+    result["remote"] = _ask(both.near_node, both.near, prompt)
+    result["hot"] = _ask(both.near_node, both.near, prompt)
+    _judge(result, f"round {number + 1}, two nodes")
+    return result
+
+
+def _ask(node: NodeProcess, engine: Engine, prompt: list[int]) -> dict[str, Any]:
+    before = node.status().counters
     answer: Answer = engine.complete(prompt, max_tokens=ANSWER_TOKENS)
-    loaded = (both.node.status().counters.loaded_blocks - before) * BLOCK_TOKENS
+    after = node.status().counters
     return {
         "ttft_s": answer.ttft_s,
         "prompt_tokens": answer.prompt_tokens,
         "cached_tokens": answer.cached_tokens,
-        "loaded_tokens": loaded,
+        "loaded_tokens": (after.loaded_blocks - before.loaded_blocks) * BLOCK_TOKENS,
+        "pulled_tokens": (after.pulled_blocks - before.pulled_blocks) * BLOCK_TOKENS,
     }
 
 
@@ -123,13 +153,13 @@ def _judge(result: Round, what: str) -> None:
     """Say what was measured; an arm that was not what its name says ends the run (hits are judged later)."""
     for name, figures in result.items():
         loaded, cached = figures["loaded_tokens"], figures["cached_tokens"]
-        if name == "hit":
+        if name in HITS:
             continue
         if loaded or (cached < REQUIRED_SHARE * PROMPT_TOKENS if name == "hot" else cached > 0):
             raise DemoFailed(f"{what}: {name} loaded {loaded} tokens and found {cached}: no such arm")
     texts = (
         f"{name} {figures['ttft_s']:.3f} s ("
-        + (f"{figures['loaded_tokens']} loaded" if name == "hit" else f"{figures['prompt_tokens']} prompt")
+        + (f"{figures['loaded_tokens']} loaded" if name in HITS else f"{figures['prompt_tokens']} prompt")
         + " tokens)"
         for name, figures in result.items()
     )
@@ -173,8 +203,11 @@ def _others(engine: Engine) -> Iterator[None]:
         raise failures[0]
 
 
-def _loaded_share(rounds: list[Round]) -> float:
-    hits = [each for each in rounds if each["hit"]["loaded_tokens"] >= REQUIRED_SHARE * PROMPT_TOKENS]
+def _loaded_share(rounds: list[Round], name: str) -> float:
+    """Part of the rounds in which this hit was one; a remote one has to come from the other node."""
+    came = "pulled_tokens" if name == "remote" else "loaded_tokens"
+    need = REQUIRED_SHARE * PROMPT_TOKENS
+    hits = [each for each in rounds if min(each[name][came], each[name]["loaded_tokens"]) >= need]
     return len(hits) / len(rounds)
 
 

@@ -1,22 +1,24 @@
-"""Two engines side by side, one with kvtier and one without: what the benchmarks compare."""
+"""Two engines side by side: what the benchmarks compare.
+
+Either one with kvtier and one without, or both with kvtier, each on a node of its own.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from kvtier.demo import model
 from kvtier.demo.engine import Engine
+from kvtier.demo.index import IndexProcess
 from kvtier.demo.node import NodeProcess
 from kvtier.demo.processes import interruptible
-from kvtier.demo.scenario import warm_up, workplace
+from kvtier.demo.scenario import SETTLE_S, WARM_UP_SEEDS, warm_up, workplace
 
 DRAM_BYTES: Final = 1 << 30
-SETTLE_S: Final = 1.3
-"""vLLM's workers spin for a second after their last step, which would slow the other engine down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +53,50 @@ def pair(progress: Callable[[str], None]) -> Iterator[Pair]:
                 for engine in (plain, connected):
                     warm_up(engine)
                 yield Pair(node, plain, connected)
+
+
+@dataclass(frozen=True, slots=True)
+class FarPair:
+    """Two nodes that share an index, a warm engine on each; only one should be busy at a time."""
+
+    near_node: NodeProcess
+    far_node: NodeProcess
+    near: Engine
+    far: Engine
+
+    def settle(self) -> None:
+        """Wait until neither engine spins any more: call it before an engine takes its turn."""
+        time.sleep(SETTLE_S)
+
+
+@contextmanager
+def far_pair(progress: Callable[[str], None]) -> Iterator[FarPair]:
+    """Start an index, two nodes and an engine on each; all of it is gone afterwards. Main thread only."""
+    with interruptible():
+        checkpoint = model.prepare(progress)
+        with workplace() as directory, IndexProcess(directory / "index") as index, ExitStack() as stack:
+            near_node, far_node = (
+                stack.enter_context(
+                    NodeProcess(directory / name, node_name=name, dram_bytes=DRAM_BYTES, **index.options)
+                )
+                for name in ("near", "far")
+            )
+            progress("starting two vLLM servers, one on each of two nodes (about two minutes)")
+            near, far = (
+                stack.enter_context(
+                    Engine(f"vLLM, {name}", checkpoint, directory / f"e-{name}", kvtier_socket=node.socket)
+                )
+                for name, node in (("near", near_node), ("far", far_node))
+            )
+            for engine in (near, far):
+                engine.wait_ready()
+            for node in (near_node, far_node):
+                node.wait_peers(2)
+            progress("warming them up")
+            both = FarPair(near_node, far_node, near, far)
+            warm_up(far, WARM_UP_SEEDS["A"])
+            far_node.wait_published()
+            both.settle()
+            warm_up(near, WARM_UP_SEEDS["B"])
+            warm_up(near, WARM_UP_SEEDS["A"][1:2])  # what the other one has: the first pull connects
+            yield both

@@ -24,7 +24,12 @@ def traces() -> set[str]:
     """What a demo could leave behind where everybody can see it."""
     return {
         str(path)
-        for where, pattern in (("/dev/shm", "*"), ("/tmp", "kvtier-demo-*"), ("/tmp", "vllm*"))
+        for where, pattern in (
+            ("/dev/shm", "*"),
+            ("/tmp", "kvtier-demo-*"),
+            ("/tmp", "vllm*"),
+            ("/tmp", "valkey-*"),
+        )
         for path in Path(where).glob(pattern)
     }
 
@@ -86,17 +91,36 @@ def test_the_demo(tmp_path: Path, marked: dict[str, str]) -> None:
     assert demo.returncode == 0, out + err
     result = json.loads(target.read_text())
     assert result["texts_equal"] is True
-    assert len({run["text"] for run in result["runs"]} | {result["reference_text"]}) == 1
-    assert result["reference_text"].strip()
-    whole = result["prompt_tokens"] // result["block_tokens"] * result["block_tokens"]
+    runs = {run["name"]: run for run in result["runs"]}
+    first, second = result["reference_texts"]
+    assert first == result["reference_text"]
+    assert first.strip() != second.strip() != ""
+    assert {run["text"] for run in runs.values() if run["question"] == 1} == {first}
+    assert {run["text"] for run in runs.values() if run["question"] == 2} == {second}
+    block = result["block_tokens"]
     assert 3900 <= result["prompt_tokens"] <= 4100
-    assert 0.95 * whole <= result["loaded_tokens"] <= whole
-    loaded = {run["name"]: run["loaded_tokens"] for run in result["runs"]}
+    whole = result["prompt_tokens"] // block * block
+    shared = result["shared_prefix_tokens"] // block * block
+    assert shared < whole
+    loaded = {name: run["loaded_tokens"] for name, run in runs.items()}
     assert loaded["cold"] == loaded["engine hot"] == 0
-    assert min(loaded["local hit"], loaded["restart hit"]) == result["loaded_tokens"]
-    for name in ("cold", "engine_hot", "local_hit", "restart_hit"):
-        assert result[f"{name}_ttft_s"] > 0
-    assert "restart hit" in out
+    assert loaded["remote hit"] >= 0.95 * shared
+    for name in ("local hit", "restart hit", "replica hit", "refill hit"):
+        assert 0.95 * whole <= loaded[name] <= whole
+    assert result["loaded_tokens"] == min(loaded[name] for name in loaded if name.endswith(" hit"))
+    assert {name for name, run in runs.items() if run["pulled_tokens"]} == {"remote hit", "refill hit"}
+    assert {name: run["node"] for name, run in runs.items() if "hit" in name} == {
+        "local hit": "A",
+        "restart hit": "A",
+        "remote hit": "B",
+        "replica hit": "B",
+        "refill hit": "A",
+    }
+    for name in runs:
+        assert 0 < result[f"{name.replace(' ', '_')}_ttft_s"] < result["seconds"]
+    assert result["transfer"] in ("nixl", "stream")
+    for text in ("restart hit", "remote hit", "refill hit", "the other node"):
+        assert text in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json"]
     assert left_by(seen, before) == set()
 
@@ -110,10 +134,11 @@ def test_an_interrupted_demo_leaves_nothing(
     target = tmp_path / "result.json"
     with log.open("w") as errors:
         demo = subprocess.Popen([*DEMO, "--json", str(target)], env=marked, stdout=errors, stderr=errors)
-    # With SIGINT while the first engine starts, with SIGTERM when daemon and second engine are there.
-    step = "starting vLLM without kvtier" if signum is signal.SIGINT else "starting vLLM with kvtier"
+    # With SIGINT while the nodes start, with SIGTERM when both are there and two engines start.
+    step = "starting an index and the nodes" if signum is signal.SIGINT else "starting two vLLM servers"
     wait_for(lambda: step in log.read_text() or demo.poll() is not None)
-    wait_for(lambda: len(descendants(demo.pid)) >= 3 or demo.poll() is not None)
+    some = 3 if signum is signal.SIGINT else 11
+    wait_for(lambda: len(descendants(demo.pid)) >= some or demo.poll() is not None)
     seen = set(descendants(demo.pid))
     demo.send_signal(signum)
     assert demo.wait(60) == 128 + signum, log.read_text()
