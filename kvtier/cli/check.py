@@ -10,15 +10,16 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.text import Text
 
 from kvtier import machine
 from kvtier.cli import output
-from kvtier.cli.options import AsJson, ConfigFile, Socket
+from kvtier.cli.options import AsJson, ConfigFile, with_config_options
 from kvtier.cli.probes import DEGRADED, MISSING, OK, PROBES, Finding, finding
+from kvtier.cli.reach import network_findings
 from kvtier.client import AdminClient
 from kvtier.config import Config
 from kvtier.errors import KvtierError
@@ -28,30 +29,39 @@ PROBE_TIMEOUT_S: Final = 90.0
 _COLOURS: Final = {OK: "green", DEGRADED: "yellow", MISSING: "red"}
 
 
+@with_config_options
 def check(
     *,
     config: ConfigFile = None,
-    socket: Socket = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option("--peer", help="HOST:PORT of another node to call as well; may be repeated."),
+    ] = None,
     skip: Annotated[
         list[str] | None,
         typer.Option("--skip", help=f"Leave a probe out: {', '.join(PROBES)}.", show_default=False),
     ] = None,
     as_json: AsJson = False,
+    **values: Any,
 ) -> None:
     """Show what works on this machine: ok, degraded (kvtier runs, slower or with less), or missing.
 
-    Exit code 1: something that `kvtier serve` needs is missing.
+    Takes the options of `kvtier serve`, so that it judges the daemon that would run with them. Exit code 1:
+    something that `kvtier serve` needs is missing, or an index or a peer that was named does not answer.
     """
     unknown = set(skip or ()) - set(PROBES)
     if unknown:
         raise typer.BadParameter(f"there is no probe {', '.join(sorted(unknown))}: {', '.join(PROBES)}")
-    settings = Config.load(config, socket=socket)
+    settings = Config.load(config, **values)
     names = [name for name in PROBES if name not in (skip or ())]
+    if settings.index and "index" in names:
+        names.remove("index")  # it tries the private one, which would not be used
     progress = output.Progress(quiet=not names)
     with progress.shown(), ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
         progress(f"probing {', '.join(names)}")
         running = [pool.submit(_probe, name) for name in names]
         found = local_findings(settings)
+        found += network_findings(settings, peer or ())
         found += [each for future in running for each in future.result()]
     ready = not any(each["state"] == MISSING and each["needed"] for each in found)
     if as_json:

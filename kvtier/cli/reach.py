@@ -1,0 +1,82 @@
+"""What `kvtier check` finds out about the index and about other nodes: by asking them, as a daemon would."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from kvtier.cli.probes import DEGRADED, MISSING, OK, Finding, finding
+from kvtier.config import Config
+from kvtier.errors import ConfigError, KvtierError
+from kvtier.interfaces import Index
+from kvtier.types import KEY_SIZE_BYTES, PROTOCOL_VERSION, BlockId, NodeRecord, TierKind
+
+TIMEOUT_S: Final = 5.0
+"""For each of index and peers; a daemon itself is less patient."""
+ROUNDS: Final = 5
+BLOCKS: Final = 64
+
+
+def network_findings(config: Config, peers: Sequence[str]) -> list[Finding]:
+    """Of the index, where one is named; the private one has a probe of its own."""
+    return [index_finding(config)] if config.index else []
+
+
+def index_finding(config: Config) -> Finding:
+    """Whether the index that is configured answers, takes locations and gives them back, and how fast."""
+    if config.index == "none":
+        return finding("index", DEGRADED, "none: this node shares nothing", "set KVTIER_INDEX to its URL")
+    todo = "see that the server runs, and that KVTIER_INDEX, its user, password and CA are right"
+    try:
+        return asyncio.run(_ask_index(config))
+    except ConfigError as error:
+        return finding("index", MISSING, str(error), todo, needed=True)
+    except (KvtierError, TimeoutError) as error:
+        why = str(error) or f"no answer within {TIMEOUT_S:.0f} s"
+        without = "`kvtier serve` starts without it and keeps trying, other nodes are not seen"
+        return finding("index", MISSING, f"{why}; {without}", todo, needed=True)
+
+
+async def _ask_index(config: Config) -> Finding:
+    from kvtier.index import open_index  # no other command needs it
+
+    index = open_index(config)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await index.open()
+            nodes = await index.nodes()
+            find_s = await _round_trip(index)
+    finally:
+        await index.close()
+    live = (
+        f"{len(nodes)} live nodes: {', '.join(node.name for node in nodes)}" if nodes else "no live node yet"
+    )
+    why = f"{index.name} answers, {BLOCKS} blocks are found in {find_s * 1000:.2f} ms, {live}"
+    if find_s > config.index_timeout_s:
+        return finding(
+            "index",
+            DEGRADED,
+            f"{why}; a lookup waits {config.index_timeout_s * 1000:.0f} ms for it and then goes without",
+            "bring it nearer, or set KVTIER_INDEX_TIMEOUT_S to more",
+        )
+    return finding("index", OK, why)
+
+
+async def _round_trip(index: Index) -> float:
+    """Publish, find and withdraw blocks that nobody has, of a node that there is not: nothing is left."""
+    node = NodeRecord(secrets.token_hex(16), 1, secrets.token_hex(16), "check", "", PROTOCOL_VERSION, 0, 0)
+    blocks = [BlockId(secrets.token_bytes(KEY_SIZE_BYTES), 0) for _ in range(BLOCKS)]
+    await index.publish(node, blocks, TierKind.DRAM)
+    try:
+        times_s = []
+        for _ in range(ROUNDS):
+            begin_s = time.perf_counter()
+            await index.find(blocks)
+            times_s.append(time.perf_counter() - begin_s)
+    finally:
+        await index.withdraw(node, blocks)
+    return statistics.median(times_s)
