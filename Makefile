@@ -29,7 +29,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-demo: install ## one node and a real vLLM: a prefix computed once is loaded, not computed again
+demo: install ## two nodes, each with a real vLLM: what one has computed the other one loads
 	mkdir -p .demo
 	$(BIN)/kvtier demo --json .demo/result.json
 
