@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -17,12 +16,13 @@ from kvtier import logs
 from kvtier.config import Config
 from kvtier.core import messages as m
 from kvtier.errors import Fenced, KvtierError
-from kvtier.identity import Identity
 from kvtier.interfaces import Index, Transfer
 from kvtier.metrics import Metrics
+from kvtier.remote.holdings import Holdings
+from kvtier.remote.life import Life
 from kvtier.remote.membership import Membership
 from kvtier.remote.publisher import Publisher
-from kvtier.types import PROTOCOL_VERSION, BlockId, Key, Location, NodeRecord, TierKind
+from kvtier.types import PROTOCOL_VERSION, BlockId, Key, Location, NodeRecord
 
 if TYPE_CHECKING:
     from kvtier.remote.link import PeerLink, Peers
@@ -33,7 +33,6 @@ FIND_GROWTH: Final = 4
 """A lookup asks the index for few keys first, then for so many times as many: most tails are nowhere."""
 MAX_FIND_BLOCKS: Final = 4096
 """Blocks in one question to the index, all shards together."""
-REGISTER_TIMEOUT_S: Final = 1.0
 FIRST_RETRY_S: Final = 0.25
 MAX_RETRY_S: Final = 5.0
 PRIVATE_INDEX: Final = "private: other nodes cannot see this one"
@@ -42,17 +41,6 @@ NO_INDEX: Final = "none: this node shares nothing"
 Report = Callable[[m.Arrived | m.PullEnded], object]
 
 log = logs.get("remote")
-
-
-@dataclass(frozen=True, slots=True)
-class Holdings:
-    """What the node tells of itself, read when it is needed."""
-
-    capacity_bytes: Callable[[], int]
-    resident_bytes: Callable[[], int]
-    load: Callable[[], float]
-    residents: Callable[[], Sequence[BlockId]]
-    tier_of: Callable[[BlockId], TierKind | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +85,9 @@ class Remote:
         transfers: list[Transfer],
         open_transfers: Callable[[], Coroutine[Any, Any, Sequence[Transfer]]] | None,
         holdings: Holdings,
-        identity: Identity,
+        life: Life,
         config: Config,
         metrics: Metrics,
-        is_registered: bool = False,
-        instance: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index = index
@@ -117,21 +103,12 @@ class Remote:
         self._metrics = metrics
         self._clock = clock
         self._announced = ""
-        self._record = NodeRecord(
-            node=identity.node_id,
-            incarnation=identity.incarnation,
-            instance=instance or uuid.uuid4().hex,
-            name=config.node_name,
-            address="",
-            protocol_version=PROTOCOL_VERSION,
-            capacity_bytes=0,
-            resident_bytes=0,
-        )
+        self._record = life.record
         self.membership = Membership(
             index,
             self.record,
             config,
-            is_registered=is_registered,
+            is_registered=life.is_registered,
             on_change=peers.update,
             on_fenced=self._fenced,
             on_lost=self._lost,
@@ -148,7 +125,7 @@ class Remote:
             on_done=lambda change, count: metrics.published.labels(change).inc(count),
             clock=clock,
         )
-        self._is_open = is_registered
+        self._is_open = life.is_registered
         self._is_stopped = False
 
     def record(self) -> NodeRecord:

@@ -1,0 +1,81 @@
+"""What a node has to say of itself and of its blocks, read from its core when it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, overload
+
+from kvtier.core.blocks import RESIDENT
+from kvtier.core.cache import CacheCore
+from kvtier.core.messages import peer_name
+from kvtier.types import BlockId, Key, TierKind
+
+_PEER: Final = peer_name("")
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """See `holdings_of`.
+
+    Attributes
+    ----------
+    load
+        0 (idle) .. 1 (as many pulls as this node serves at once).
+    residents
+        Ids of all blocks as they are now, a list of its own. Some may not be resident: ask `tier_of`.
+    tier_of
+        Where a block lies, None where it is not resident.
+    """
+
+    capacity_bytes: Callable[[], int]
+    resident_bytes: Callable[[], int]
+    load: Callable[[], float]
+    residents: Callable[[], Sequence[BlockId]]
+    tier_of: Callable[[BlockId], TierKind | None]
+
+
+def holdings_of(core: CacheCore, max_pulls: int) -> Holdings:
+    """The holdings of a node with this core; `max_pulls` is as many as a node serves at once."""
+    tiers = core.residency.tiers.values()
+
+    def tier_of(block: BlockId) -> TierKind | None:
+        found = core.residency.get(block.key, block.shard)
+        return found.pool().tier.spec.kind if found is not None and found.state == RESIDENT else None
+
+    def given_leases() -> int:
+        return sum(lease.engine.name.startswith(_PEER) for lease in core.leases.leases.values())
+
+    return Holdings(
+        capacity_bytes=lambda: sum(tier.spec.capacity_bytes for tier in tiers),
+        resident_bytes=lambda: sum(tier.resident_bytes for tier in tiers),
+        load=lambda: min(1.0, given_leases() / max_pulls),
+        residents=lambda: Ids({shard: list(blocks) for shard, blocks in core.residency.shards.items()}),
+        tier_of=tier_of,
+    )
+
+
+class Ids(Sequence[BlockId]):
+    """Block ids made when they are asked for: to list a million at once would stop the loop for too long."""
+
+    def __init__(self, keys: dict[int, list[Key]]) -> None:
+        self._keys = keys
+        self._length = sum(map(len, keys.values()))
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> BlockId: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[BlockId]: ...
+    def __getitem__(self, index: int | slice) -> BlockId | list[BlockId]:
+        if isinstance(index, int):
+            return self[index : index + 1][0]
+        begin, end, step = index.indices(self._length)
+        assert step == 1, "only runs of ids are wanted"
+        found: list[BlockId] = []
+        for shard, keys in self._keys.items():
+            found += [BlockId(key, shard) for key in keys[max(0, begin) : max(0, end)]]
+            begin, end = begin - len(keys), end - len(keys)
+        return found
