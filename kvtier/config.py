@@ -73,7 +73,12 @@ def _parse_size(value: Any) -> int:
 def _data_dir() -> Path:
     if os.geteuid() == 0:
         return Path("/var/lib/kvtier")
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "kvtier"
+    try:
+        return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "kvtier"
+    except RuntimeError:  # neither HOME nor an entry in the user database
+        raise ConfigError(
+            "data_dir has no default, since this user has no home directory: set it, or KVTIER_DATA_DIR"
+        ) from None
 
 
 def _run_dir() -> Path:

@@ -224,9 +224,16 @@ class Leases:
             self._unpin(pin)
 
     def engine_died(self, engine: Engine) -> None:
-        """Nothing of it reads any more. Its holds belong to requests and run out by themselves."""
+        """Nothing of it reads any more, and what it was offered nobody will load.
+
+        (Who is offered is the engine's scheduler: where that is dead, the request is dead too.)
+        """
         for lease in list(engine.leases.values()):
             self.end(lease)
+        for request in [name for name, hold in self.holds.items() if hold.ledger is engine.ledger]:
+            hold = self.holds[request]
+            self._uncharge(hold)
+            self._unhold(request, hold)
         for lease_id in [id for id, name in self.expired.items() if name == engine.name]:
             del self.expired[lease_id]
 

@@ -292,19 +292,18 @@ def test_another_layout_under_a_registered_fingerprint_is_refused(monkeypatch: p
         w.do(m.RegisterEngine(w.call_id(), "f", layout, same))
 
 
-def test_holds_outlive_the_engine_that_asked() -> None:
+def test_holds_end_with_the_engine_that_asked() -> None:
     w = World(slots=4)
     w.register("worker", make_layout())
     keys = chain("a", 4)
     w.store(keys)
     w.lookup(keys)
     w.die("e")
-    assert w.store(chain("b", 1), engine="worker") == [R]
-    leased = w.load(keys, engine="worker")
-    assert len(leased.slots) == 4
-    assert w.release(leased.lease, engine="worker").valid
-    w.tick(60)
+    assert w.tier().leased_bytes == 0
+    assert w.store(chain("b", 4), engine="worker") == [G] * 4
+    assert w.match(keys) == 0
     w.register("e", make_layout())
+    w.tick(60)
     assert w.tier().leased_bytes == 0
 
 
