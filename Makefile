@@ -44,7 +44,7 @@ check: install buf ## formatting, lint, types, layers, protos and the fast tests
 	$(MAKE) --no-print-directory proto-check
 	$(PYTEST) -m "not slow and not gpu" tests
 
-bench: install ## one benchmark: make bench NAME=local|core|rpc|ttft|decode|idle
+bench: install ## one benchmark: make bench NAME=local|core|rpc|index|remote|ttft|decode|idle
 	mkdir -p $(dir $(JSON))
 	$(BIN)/python -m bench $(NAME) --json $(JSON)
 

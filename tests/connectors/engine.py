@@ -234,6 +234,7 @@ class Commands:
             "requests": len(self.scheduler.requests),
             "tracked": len(side._requests),
             "saving": side.save_book.blocks,
+            "block_compute_s": side.prefill.block_compute_s(BLOCK_TOKENS),
             "recompute": self.scheduler.recompute_kv_load_failures,
         }
 

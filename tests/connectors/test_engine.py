@@ -61,6 +61,18 @@ def test_cold_hot_and_loaded_are_equal(engine: Engine, daemon: Daemon) -> None:
     assert other.text != cold.text
 
 
+def test_the_engine_learns_how_fast_it_computes(engine: Engine, daemon: Daemon) -> None:
+    for seed in (900, 901):  # the very first step does not count
+        tokens = prompt(seed)
+        saved(engine, daemon, tokens)
+    computed_s = engine.counters()["block_compute_s"]
+    assert 1e-6 < computed_s < 10
+    before = engine.counters()["loaded_blocks"]
+    engine.one(tokens)  # what is loaded is not computed, and says nothing
+    assert engine.counters()["loaded_blocks"] > before
+    assert engine.counters()["block_compute_s"] == computed_s
+
+
 def test_a_prompt_of_whole_blocks_leaves_its_last_block_to_compute(engine: Engine, daemon: Daemon) -> None:
     tokens = prompt(2, 4 * BLOCK_TOKENS)
     cold = saved(engine, daemon, tokens)
