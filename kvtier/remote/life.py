@@ -41,14 +41,8 @@ class Life:
     is_registered: bool
 
 
-async def begin_life(index: Index, identity: Identity, config: Config) -> Life:
-    """Register, or go on without: a node serves what it holds whether or not the index can be reached.
-
-    Raises
-    ------
-    ConfigError
-        The index's address, user or password can never work.
-    """
+def new_life(identity: Identity, config: Config) -> Life:
+    """A start of which the index has not heard yet."""
     record = NodeRecord(
         node=identity.node_id,
         incarnation=identity.incarnation,
@@ -59,6 +53,19 @@ async def begin_life(index: Index, identity: Identity, config: Config) -> Life:
         capacity_bytes=config.dram_bytes,
         resident_bytes=0,
     )
+    return Life(identity, record, is_registered=False)
+
+
+async def begin_life(index: Index, identity: Identity, config: Config) -> Life:
+    """Register, or go on without: a node serves what it holds whether or not the index can be reached.
+
+    Raises
+    ------
+    ConfigError
+        The index's address, user or password can never work.
+    """
+    life = new_life(identity, config)
+    record = life.record
     try:
         async with asyncio.timeout(REGISTER_TIMEOUT_S):
             await index.open()
@@ -72,7 +79,7 @@ async def begin_life(index: Index, identity: Identity, config: Config) -> Life:
             "the index cannot be reached: this node begins without it and keeps trying",
             error=str(error) or "no answer in time",
         )
-        return Life(identity, record, is_registered=False)
+        return life
     return _adopt(record, identity, incarnation, config.data_dir)
 
 

@@ -92,6 +92,7 @@ class Membership:
         self._seen: dict[str, _Seen] = {}
         self._list_every_s = min(LIST_EVERY_S, config.heartbeat_s, config.dead_after_s / 3)
         self._is_known = is_registered
+        self._hurries = asyncio.Event()
 
     async def run(self) -> None:
         """Until cancelled, or fenced; the first heartbeat goes out at once."""
@@ -110,14 +111,29 @@ class Membership:
                 return
             except (KvtierError, TimeoutError) as error:
                 self._failed(operation, str(error) or "no answer in time")
-                await asyncio.sleep(retry_s)
+                await self._pause(retry_s)
                 retry_s = min(2 * retry_s, self._config.heartbeat_s)
                 heartbeat_at_s = 0.0
             else:
                 retry_s = FIRST_RETRY_S
                 self._answered(records)
                 until_heartbeat_s = max(0.0, heartbeat_at_s - self._clock())
-                await asyncio.sleep(min(self._list_every_s, until_heartbeat_s))
+                if await self._pause(min(self._list_every_s, until_heartbeat_s)):
+                    heartbeat_at_s = 0.0
+
+    def hurry(self) -> None:
+        """What is to be said of this node has changed: say it now, not with the next heartbeat."""
+        self._hurries.set()
+
+    async def _pause(self, seconds: float) -> bool:
+        """Whether it was cut short."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._hurries.wait()
+        except TimeoutError:
+            return False
+        self._hurries.clear()
+        return True
 
     async def leave(self) -> None:
         """After `run`: say in the index that this node stops, if that takes at most `LEAVE_TIMEOUT_S`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -150,19 +150,32 @@ class Remote:
             Where the peer service answers; others are told when transfers are open. Empty: nowhere.
         """
         self.peer_address = peer_address
+        tasks = {asyncio.ensure_future(part) for part in (self._open(), self._share())}
+        try:
+            while tasks and not self.membership.is_fenced:
+                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            await _end(tasks)
+
+    async def _open(self) -> None:
         if self._open_transfers is not None:
             self.transfers[:] = await self._open_transfers()
-        self._announced = peer_address
+        self._announced = self.peer_address
+        self.membership.hurry()
+
+    async def _share(self) -> None:
         await self._open_index()
-        tasks = [asyncio.ensure_future(part.run()) for part in (self.membership, self.publisher)]
+        publishing = asyncio.ensure_future(self.publisher.run())
+        living = asyncio.ensure_future(self.membership.run())
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await asyncio.wait({publishing, living}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (publishing, living):
+                if task.done():
+                    task.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _end({publishing, living})
 
     async def stop(self) -> None:
         """Leave the index and close all; nothing is written to the arena afterwards. Idempotent.
@@ -331,3 +344,9 @@ def _state(link: PeerLink, now_s: float) -> str:
     if link.breaker.is_open(now_s):
         return "failing"
     return "up" if link.is_reached else "unreached"
+
+
+async def _end(tasks: Iterable[asyncio.Future[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -201,6 +201,12 @@ class Arena(Tier):
 
     # ---- bytes
 
+    @property
+    def memory(self) -> memoryview:
+        """The whole arena as this process maps it, valid until `close`; backed up to `allocated_bytes` only."""
+        assert self._bytes is not None
+        return self._bytes
+
     def view(self, slot: Slot) -> memoryview:
         """The slot's bytes themselves, writable; valid until `close`. Raises `TierFault`."""
         begin = self._checked(slot)
