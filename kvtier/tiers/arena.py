@@ -203,7 +203,7 @@ class Arena(Tier):
 
     @property
     def memory(self) -> memoryview:
-        """The whole arena as this process maps it, valid until `close`; backed up to `allocated_bytes` only."""
+        """The whole arena as mapped here, valid until `close`; memory lies behind `allocated_bytes` only."""
         assert self._bytes is not None
         return self._bytes
 
