@@ -239,3 +239,24 @@ def test_it_is_on_disk_before_it_is_used(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Path, "replace", replace)
     open_identity(tmp_path).release()
     assert order == ["fsync file", "rename", "fsync dir"]
+
+
+def test_the_incarnation_that_the_index_issues_is_kept(tmp_path: Path) -> None:
+    mine = open_identity(tmp_path)
+    far = mine.incarnation + 1000
+    adopted = mine.adopt(tmp_path, far)
+    assert (adopted.node_id, adopted.incarnation) == (mine.node_id, far)
+    adopted.release()
+    again = open_identity(tmp_path)
+    assert again.incarnation == far + 1
+    with pytest.raises(AssertionError):
+        again.adopt(tmp_path, far)
+    again.release()
+
+
+def test_an_incarnation_that_cannot_be_written_is_not_adopted(tmp_path: Path) -> None:
+    mine = open_identity(tmp_path)
+    shutil.rmtree(tmp_path)
+    with pytest.raises(ConfigError, match="data_dir is"):
+        mine.adopt(tmp_path, mine.incarnation + 1)
+    mine.release()
