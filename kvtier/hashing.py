@@ -60,6 +60,18 @@ class Hasher:
             wrong += await loop.run_in_executor(self._pool, _count, buffers, expected)
         return wrong
 
+    async def differing(self, blocks: Sequence[memoryview], checksums: Sequence[bytes]) -> list[int]:
+        """Positions of the blocks that have other bytes than their checksum says; releases the views."""
+        loop = asyncio.get_running_loop()
+        step = -(-len(blocks) // HASH_THREADS) or 1
+        parts = [
+            loop.run_in_executor(
+                self._pool, _differing, blocks[first : first + step], checksums[first : first + step], first
+            )
+            for first in range(0, len(blocks), step)
+        ]
+        return [position for part in await asyncio.gather(*parts) for position in part]
+
     def close(self) -> None:
         """Wait for what runs, so that no thread reads a tier that is closed next."""
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -67,6 +79,15 @@ class Hasher:
 
 def _views(tier: Mapped, slots: Sequence[Slot], block_bytes: int) -> list[memoryview]:
     return [tier.view(slot)[:block_bytes] for slot in slots]
+
+
+def _differing(views: Sequence[memoryview], checksums: Sequence[bytes], first: int) -> list[int]:
+    wrong = []
+    for position, (view, expected) in enumerate(zip(views, checksums, strict=True), start=first):
+        if checksum(view) != expected:
+            wrong.append(position)
+        view.release()
+    return wrong
 
 
 def _count(views: Sequence[memoryview], checksums: Sequence[bytes]) -> int:

@@ -1,0 +1,1 @@
+"""Other nodes: who lives, what they have, how bytes come from them."""
