@@ -48,7 +48,7 @@ def nixl() -> list[Finding]:
         )
     except Exception as error:
         return [
-            finding("nixl", MISSING, f"cannot be loaded: {_one_line(error)}", "pip install nixl-cu12==1.5.1")
+            finding("nixl", MISSING, f"cannot be loaded: {one_line(error)}", "pip install nixl-cu12==1.5.1")
         ]
     found = [finding("nixl", OK, f"nixl-cu12 {version('nixl-cu12')}")]
     for backend, without in _NIXL_BACKENDS.items():
@@ -61,7 +61,7 @@ def nixl() -> list[Finding]:
                 if backend.startswith("GDS")
                 else "reinstall nixl-cu12"
             )
-            found.append(finding(name, MISSING, f"cannot be created ({_one_line(error)}): {without}", todo))
+            found.append(finding(name, MISSING, f"cannot be created ({one_line(error)}): {without}", todo))
         else:
             found.append(finding(name, OK, "backend created"))
     return found
@@ -88,7 +88,7 @@ def _cuda() -> Finding:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        return finding("cuda", MISSING, f"no CUDA driver ({_one_line(error)}): engines on CPU only", todo)
+        return finding("cuda", MISSING, f"no CUDA driver ({one_line(error)}): engines on CPU only", todo)
     if code := driver.cuInit(0):
         return finding("cuda", MISSING, f"cuInit failed with {code}: engines on CPU only", todo)
     count = ctypes.c_int()
@@ -106,7 +106,7 @@ def _gds() -> Finding:
             library = ctypes.CDLL(str(Path(package.__path__[0], "lib", "libcufile.so.0")))
         except (ImportError, OSError) as error:
             return finding(
-                "gds", MISSING, f"no cuFile library ({_one_line(error)}): reads go through host memory", todo
+                "gds", MISSING, f"no cuFile library ({one_line(error)}): reads go through host memory", todo
             )
 
     class Status(ctypes.Structure):
@@ -141,7 +141,7 @@ def index() -> list[Finding]:
             finally:
                 server.stop()
     except Exception as error:
-        return [finding("index", MISSING, f"the embedded Valkey does not start: {_one_line(error)}", todo)]
+        return [finding("index", MISSING, f"the embedded Valkey does not start: {one_line(error)}", todo)]
     if not answered:
         return [finding("index", MISSING, "the embedded Valkey does not answer", todo)]
     return [
@@ -158,14 +158,14 @@ def vllm() -> list[Finding]:
         from vllm.plugins import load_general_plugins
     except ImportError as error:
         return [
-            finding("vllm", MISSING, f"cannot be imported ({_one_line(error)}): no engine can connect", todo)
+            finding("vllm", MISSING, f"cannot be imported ({one_line(error)}): no engine can connect", todo)
         ]
     found = [finding("vllm", OK, f"vLLM {package.__version__}")]
     try:
         load_general_plugins()
         connector = KVConnectorFactory.get_connector_class_by_name("KVTierConnector")
     except Exception as error:
-        why = f'vLLM does not know "KVTierConnector": {_one_line(error)}'
+        why = f'vLLM does not know "KVTierConnector": {one_line(error)}'
         found.append(
             finding(
                 "vllm connector", MISSING, why, "pip install --force-reinstall kvtier; look at VLLM_PLUGINS"
@@ -184,7 +184,8 @@ PROBES: Final[dict[str, Callable[[], list[Finding]]]] = {
 }
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException | str) -> str:
+    """What a table has room for."""
     text = " ".join(str(error).split())
     return text[:160] or type(error).__name__
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from kvtier.cli.probes import DEGRADED, MISSING, OK, Finding, finding
+from kvtier.cli.probes import DEGRADED, MISSING, OK, Finding, finding, one_line
 from kvtier.config import Config
-from kvtier.errors import ConfigError, KvtierError
+from kvtier.errors import ConfigError, KvtierError, ProtocolMismatch, Unavailable
 from kvtier.interfaces import Index
 from kvtier.types import KEY_SIZE_BYTES, PROTOCOL_VERSION, BlockId, NodeRecord, TierKind
 
@@ -19,11 +19,13 @@ TIMEOUT_S: Final = 5.0
 """For each of index and peers; a daemon itself is less patient."""
 ROUNDS: Final = 5
 BLOCKS: Final = 64
+_ID_DIGITS: Final = 12
 
 
 def network_findings(config: Config, peers: Sequence[str]) -> list[Finding]:
-    """Of the index, where one is named; the private one has a probe of its own."""
-    return [index_finding(config)] if config.index else []
+    """Of the index, where one is named (the private one has a probe of its own), and of every peer."""
+    found = [index_finding(config)] if config.index else []
+    return found + [peer_finding(config, peer) for peer in peers]
 
 
 def index_finding(config: Config) -> Finding:
@@ -43,6 +45,7 @@ def index_finding(config: Config) -> Finding:
 
 async def _ask_index(config: Config) -> Finding:
     from kvtier.index import open_index  # no other command needs it
+    from kvtier.index.address import redact
 
     index = open_index(config)
     try:
@@ -55,7 +58,7 @@ async def _ask_index(config: Config) -> Finding:
     live = (
         f"{len(nodes)} live nodes: {', '.join(node.name for node in nodes)}" if nodes else "no live node yet"
     )
-    why = f"{index.name} answers, {BLOCKS} blocks are found in {find_s * 1000:.2f} ms, {live}"
+    why = f"{redact(config.index)} answers, {BLOCKS} blocks are found in {find_s * 1000:.2f} ms, {live}"
     if find_s > config.index_timeout_s:
         return finding(
             "index",
@@ -80,3 +83,69 @@ async def _round_trip(index: Index) -> float:
     finally:
         await index.withdraw(node, blocks)
     return statistics.median(times_s)
+
+
+def peer_finding(config: Config, address: str) -> Finding:
+    """Whether a node answers there, with the certificates that are configured, and how bytes come from it.
+
+    Raises
+    ------
+    InvalidRequest
+        That is no address.
+    """
+    from kvtier.remote.tls import parse_address
+
+    parse_address(address)
+    try:
+        return asyncio.run(_ask_peer(config, address))
+    except ProtocolMismatch as error:
+        todo = "install the same kvtier version on both"
+        return finding(f"peer {address}", MISSING, str(error), todo, needed=True)
+    except (KvtierError, TimeoutError) as error:
+        return finding(
+            f"peer {address}",
+            MISSING,
+            str(error) or f"no answer within {TIMEOUT_S:.0f} s",
+            "see that the node runs with that --peer-host and --peer-port, that no firewall is between, and "
+            "that both have certificates of the same CA",
+            needed=True,
+        )
+
+
+async def _ask_peer(config: Config, address: str) -> Finding:
+    import grpc
+
+    from kvtier.remote.answers import other_version
+    from kvtier.remote.link import PeerLink
+    from kvtier.remote.tls import load_tls
+    from kvtier.v1.peer_pb2 import HelloRequest
+    from kvtier.v1.peer_pb2_grpc import PeerServiceStub
+
+    me = secrets.token_hex(16)
+    whoever = NodeRecord("", 0, "", address, address, PROTOCOL_VERSION, 0, 0)
+    link = PeerLink(whoever, (me, 1), config, load_tls(config))
+    request = HelloRequest(protocol_version=PROTOCOL_VERSION, node_id=me, incarnation=1, wants_metadata=True)
+    try:
+        stub = PeerServiceStub(link.channel())  # type: ignore[no-untyped-call]
+        begin_s = time.perf_counter()
+        answer = await stub.Hello(request, timeout=TIMEOUT_S)
+        seconds = time.perf_counter() - begin_s
+    except grpc.aio.AioRpcError as error:
+        raise Unavailable(f"{error.code().name}: {one_line(error.details() or '')}") from None
+    finally:
+        await link.close()
+    if answer.protocol_version != PROTOCOL_VERSION:
+        raise other_version(answer.protocol_version)
+    names = [offer.name for offer in answer.transfers]
+    name, safe = f"peer {address}", "with TLS" if config.tls_cert_file else "without TLS"
+    why = (
+        f"node {answer.node_id[:_ID_DIGITS]} answers in {seconds * 1000:.1f} ms {safe}, bytes by "
+        f"{', '.join(names) or 'nothing'}"
+    )
+    if not names:
+        return finding(name, DEGRADED, f"{why}: nothing can be read from it", "see `kvtier status` there")
+    if "nixl" not in names:
+        return finding(
+            name, DEGRADED, f"{why}: slower than NIXL", "see `kvtier status` and `kvtier check` there"
+        )
+    return finding(name, OK, why)

@@ -8,6 +8,7 @@ from typing import Final
 
 from kvtier import logs
 from kvtier.errors import InvalidRequest, KvtierError, UnknownId
+from kvtier.index.address import redact
 from kvtier.node import Node
 from kvtier.remote.remote import NO_INDEX, PRIVATE_INDEX, NodeView, Remote
 from kvtier.server.wire import MAX_DESCRIPTION_CHARS
@@ -27,7 +28,7 @@ def fill_status(status: pb.GetStatusResponse, node: Node) -> None:
         status.index = NO_INDEX if node.config.index else PRIVATE_INDEX
         status.index_reachable = True
         return
-    status.index = remote.index_text
+    status.index = redact(node.config.index) if node.config.index else remote.index_text
     status.index_reachable = remote.index_up
     status.unpublished = remote.publisher.unpublished
     status.peer_address = remote.peer_address
