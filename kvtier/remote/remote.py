@@ -238,8 +238,7 @@ class Remote:
 
         Costs nothing where no other node lives. Bounded by `index_timeout_s`.
         """
-        usable = self._usable()
-        if not usable:
+        if not self._usable():
             return None
         lookup = find.lookup
         keys = lookup.keys[find.first :]
@@ -251,6 +250,7 @@ class Remote:
             self._count_fault("find")
             log.debug("the index did not answer a lookup", error=str(error) or "no answer in time")
             return None
+        usable = self._usable()  # a node may have died, or begun anew, while the index was asked
         counting = [[self._counting(its, usable) for its in shard] for shard in places]
         if not any(any(shard) for shard in counting):
             return None

@@ -35,7 +35,7 @@ from kvtier.types import PAGE_SIZE_BYTES, TierKind
 
 MAX_CLOCK_OFFSET_S: Final = 3600.0
 DEAD_AFTER_S: Final = 3.0
-INDEX_TTL_S: Final = 20.0
+INDEX_TTL_S: Final = 10.0
 MAX_ENGINES: Final = 2
 
 

@@ -16,12 +16,13 @@ from kvtier.types import Key, Layout
 if TYPE_CHECKING:
     from kvtier.testing.fleet import Fleet
 
-SETTLE_S: Final = 30.0
+SETTLE_S: Final = 20.0
 """Longer than any time of a history: leases, heartbeats, breakers, calls that hang, pulls, the index' TTL."""
-PUBLISH_S: Final = 10.0
+PUBLISH_S: Final = 14.0
+"""So long after the last change the index has forgotten what nobody could tell it."""
 AMPLE_S: Final = 1000.0
 MAX_PROBES: Final = 12
-MAX_ATTEMPTS: Final = 3
+MAX_ATTEMPTS: Final = 6
 
 
 async def make_peace(fleet: Fleet) -> None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvtier.config import Config
 from kvtier.core import messages as m
-from kvtier.errors import Conflict, DeadlineExceeded, Unavailable
+from kvtier.errors import DeadlineExceeded, Unavailable
 from kvtier.interfaces import Transfer
 from kvtier.remote.link import PeerLink, Peers
+from kvtier.server import peer_wire as wire
 from kvtier.types import PROTOCOL_VERSION, NodeRecord, unpack_keys
 from kvtier.v1 import peer_pb2 as pb
 
@@ -85,26 +86,17 @@ async def _hello(daemon: Daemon, request: pb.HelloRequest) -> pb.HelloResponse:
 
 
 async def _acquire(daemon: Daemon, request: pb.AcquireRequest) -> pb.AcquireResponse:
-    node = daemon.node_now()
-    if request.incarnation != daemon.incarnation:
-        raise Conflict("another incarnation of this node answers: look it up in the index again")
-    keys = unpack_keys(request.keys, max_keys=len(request.keys))
-    event = m.Acquire(request.call_id, request.node_id, keys, request.shard, request.fingerprint)
+    node, config = daemon.node_now(), daemon.fleet.config
+    event = wire.acquire(
+        request, daemon.incarnation, config.max_keys_per_call, daemon.fleet.tier.extent_bytes
+    )
     reply = await node.execute(event)
     assert isinstance(reply, m.Leased)
-    return pb.AcquireResponse(
-        lease_id=reply.lease,
-        arena_id=daemon.arena.number,
-        slots=b"".join(slot.offset_bytes.to_bytes(8, "little") for slot in reply.slots),
-        checksums=b"".join(reply.checksums),
-        lease_ttl_s=reply.lease_ttl_s,
-    )
+    return wire.leased(reply, daemon.arena.number)
 
 
 async def _release(daemon: Daemon, request: pb.ReleaseLeaseRequest) -> pb.ReleaseLeaseResponse:
-    corrupt = unpack_keys(request.corrupt_keys, max_keys=len(request.corrupt_keys))
-    name = m.peer_name(request.node_id)
-    event = m.Release(request.call_id, name, request.lease_id, None, corrupt, request.shard)
+    event = wire.release(request, daemon.fleet.config.max_keys_per_call)
     reply = await daemon.node_now().execute(event)
     assert isinstance(reply, m.Released)
     return pb.ReleaseLeaseResponse(valid=reply.valid)
