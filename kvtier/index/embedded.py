@@ -42,6 +42,11 @@ if os.getppid() == int(sys.argv[1]):
 log = logs.get("index")
 
 
+def tied(command: list[str]) -> list[str]:
+    """The command that becomes `command` and is killed by the kernel when the calling thread ends."""
+    return [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *command]
+
+
 class EmbeddedIndex(RedisIndex):
     """The index on a server of its own; one for each run directory."""
 
@@ -87,7 +92,7 @@ class EmbeddedIndex(RedisIndex):
         self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (self._run_dir / LOG_NAME).open("wb") as output:
             self._process = subprocess.Popen(  # noqa: ASYNC220  (its life hangs on this very thread)
-                [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *self._command()],
+                tied(self._command()),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -238,12 +238,10 @@ class RedisIndex(Index):
                 await self._list()
             values = await self._read(blocks)
             found = self._resolve(values)
-            if self._resolver.has_news:
+            if self._resolver.has_news and time.monotonic() - self._listed_at_s > RELIST_S:
+                await self._list()
+                found = self._resolve(values)
                 self._resolver.has_news = False
-                if time.monotonic() - self._listed_at_s > RELIST_S:
-                    await self._list()
-                    found = self._resolve(values)
-                    self._resolver.has_news = False
             return found
 
     def _resolve(self, values: Sequence[bytes | None]) -> list[tuple[Location, ...]]:
