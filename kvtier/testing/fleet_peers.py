@@ -51,7 +51,8 @@ class FleetLink(PeerLink):
             raise DeadlineExceeded(f"{target} did not answer in time") from error
         if method == "Acquire" and answer.lease_id:
             keys = unpack_keys(request.keys, max_keys=len(request.keys))
-            daemon.judge.granted_by(owner, request.shard, keys, answer.lease_id)
+            asked = (self.record.node, self.record.incarnation)
+            daemon.judge.granted_by(owner, asked, request.shard, keys, answer.lease_id)
         return answer
 
 

@@ -219,14 +219,15 @@ class Promises:
         if len(self.pulls) > self.config.max_pulls or filling > limit:
             self.world.violate(f"{len(self.pulls)} pulls fill {filling} bytes: more than their bound")
 
-    def granted_by(self, owner: Promises, shard: int, keys: Sequence[Key], lease: int) -> None:
-        """A peer granted this lease to the pull that wants these blocks."""
-        pull = self.pulls.get(self._pulling.get(BlockId(keys[0], shard), 0))
-        if pull is None:
-            return
-        if (owner.node, owner.incarnation) != (pull.action.node, pull.action.incarnation):
+    def granted_by(
+        self, owner: Promises, asked: tuple[str, int], shard: int, keys: Sequence[Key], lease: int
+    ) -> None:
+        """A peer granted this lease, perhaps to a pull that wants these blocks from it."""
+        if owner.incarnation != asked[1]:  # Acquire does not name the node that it is for
             self.world.violate("another life of a node than the one that was asked gave a lease")
-        pull.leases.append((owner, lease))
+        pull = self.pulls.get(self._pulling.get(BlockId(keys[0], shard), 0))
+        if pull is not None and (pull.action.node, pull.action.incarnation) == asked:
+            pull.leases.append((owner, lease))
 
     def arrived(self, event: m.Arrived) -> None:
         """Bytes are right, and were so under a lease."""
