@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvtier.config import Config
 from kvtier.core.cache import CacheCore
 from kvtier.core.config import CoreConfig, TierSpec
 from kvtier.core.policies import LruPolicy
+from kvtier.hashing import Hasher
 from kvtier.identity import Identity
-from kvtier.interfaces import Tier
+from kvtier.index import open_index
+from kvtier.index.embedded import EmbeddedIndex
+from kvtier.interfaces import Index, Tier, Transfer
 from kvtier.liveness import EngineLocks
 from kvtier.metrics import Metrics
 from kvtier.node import Node
+from kvtier.remote.holdings import holdings_of
+from kvtier.remote.life import Life
+from kvtier.remote.link import Peers
+from kvtier.remote.pulls import Puller
+from kvtier.remote.remote import Remote
 from kvtier.tiers.arena import Arena
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What a node needs to share with others: the index, and its life in it."""
+
+    index: Index
+    life: Life
+
+
+def make_index(config: Config) -> Index | None:
+    """The index that is configured, not opened yet; None where there is none.
+
+    Raises
+    ------
+    ConfigError
+        Its address is none.
+    """
+    return None if config.index.strip().lower() == "none" else open_index(config)
+
+
+def is_shared(index: Index) -> bool:
+    """Whether other nodes can be in it: with a private one there is nobody to talk to."""
+    return not isinstance(index, EmbeddedIndex)
 
 
 async def build(
@@ -21,6 +54,7 @@ async def build(
     identity: Identity,
     metrics: Metrics,
     on_progress: Callable[[int, int], None] | None = None,
+    sharing: Sharing | None = None,
 ) -> Node:
     """A node whose tiers are open and that is not started yet; its `stop` closes them.
 
@@ -28,11 +62,15 @@ async def build(
     ----------
     on_progress
         Told (bytes ready, bytes wanted) while memory is allocated and touched.
+    sharing
+        None: the node keeps to itself.
 
     Raises
     ------
     ResourceShortage
         The machine lacks what `config` asks for; nothing is left behind.
+    ConfigError
+        Certificates for peers cannot be used.
     """
     arena = Arena(
         node_id=identity.node_id,
@@ -46,8 +84,12 @@ async def build(
     await arena.open()
     try:
         core = CacheCore(
-            core_config(config), [tier_spec(arena, arena.arena_id)], LruPolicy, seed=identity.incarnation
+            core_config(config, has_index=sharing is not None),
+            [tier_spec(arena, arena.arena_id)],
+            LruPolicy,
+            seed=identity.incarnation,
         )
+        hasher = Hasher({arena.kind: arena})
         return Node(
             core=core,
             tiers=[arena],
@@ -55,10 +97,37 @@ async def build(
             locks=EngineLocks(config.run_dir),
             config=config,
             metrics=metrics,
+            hasher=hasher,
+            remote=None if sharing is None else _remote(sharing, core, arena, hasher, config, metrics),
         )
     except BaseException:
         await arena.close()
         raise
+
+
+def _remote(
+    sharing: Sharing, core: CacheCore, arena: Arena, hasher: Hasher, config: Config, metrics: Metrics
+) -> Remote:
+    transfers: list[Transfer] = []  # filled when they are open
+    identity = sharing.life.identity
+    peers = Peers((identity.node_id, identity.incarnation), config, transfers)
+
+    async def open_all() -> Sequence[Transfer]:
+        from kvtier.transfer import open_transfers  # heavy, and the socket answers by now
+
+        return await open_transfers(config, arena.memory, peers.channel_of)
+
+    return Remote(
+        index=sharing.index,
+        peers=peers,
+        puller=Puller(peers, transfers, arena.view, hasher, config, metrics),
+        transfers=transfers,
+        open_transfers=open_all if is_shared(sharing.index) else None,
+        holdings=holdings_of(core, config.max_pulls),
+        life=sharing.life,
+        config=config,
+        metrics=metrics,
+    )
 
 
 def tier_spec(tier: Tier, arena_id: int = 0) -> TierSpec:
@@ -73,7 +142,7 @@ def tier_spec(tier: Tier, arena_id: int = 0) -> TierSpec:
     )
 
 
-def core_config(config: Config) -> CoreConfig:
+def core_config(config: Config, *, has_index: bool = False) -> CoreConfig:
     """The part of the configuration that the core decides by."""
     return CoreConfig(
         lease_ttl_s=config.lease_ttl_s,
@@ -87,7 +156,7 @@ def core_config(config: Config) -> CoreConfig:
         max_unfinished_fraction=config.max_unfinished_fraction,
         max_pinned_fraction=config.max_pinned_fraction,
         max_replies=config.max_replies,
-        has_index=False,
+        has_index=has_index,
         max_pulls=config.max_pulls,
         max_pulled_fraction=config.max_pulled_fraction,
         max_given_fraction=config.max_given_fraction,

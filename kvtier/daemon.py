@@ -12,14 +12,17 @@ from pathlib import Path
 
 import kvtier
 from kvtier import logs
-from kvtier.build import build
+from kvtier.build import Sharing, build, is_shared, make_index
 from kvtier.config import Config
-from kvtier.errors import ConfigError
-from kvtier.identity import open_identity
+from kvtier.errors import ConfigError, Fenced
+from kvtier.identity import Identity, open_identity
 from kvtier.liveness import prepare_run_dir
 from kvtier.metrics import SCRAPE_TIMEOUT_S, Metrics, MetricsServer, Sample
 from kvtier.node import Node
+from kvtier.remote.life import begin_life, new_life
+from kvtier.remote.remote import NO_INDEX
 from kvtier.server.app import Server, clear_stale_socket
+from kvtier.server.peer_app import PeerServer
 from kvtier.tiers.arena import Arena
 from kvtier.types import TierKind
 
@@ -85,7 +88,10 @@ class Daemon:
         metrics = Metrics()
         if config.metrics_port >= 0:
             self._start_metrics(metrics)
-        node = await build(config, identity, metrics, self._on_progress)
+        sharing = await self._begin_to_share(identity)
+        if sharing is not None:
+            identity = sharing.life.identity
+        node = await build(config, identity, metrics, self._on_progress, sharing)
         self.node = node
         self._undo.push_async_callback(node.stop)
         loop = asyncio.get_running_loop()
@@ -93,9 +99,11 @@ class Daemon:
         await node.start()
         arena = node.tiers[TierKind.DRAM]
         assert isinstance(arena, Arena)
+        peer_address = await self._serve_peers(node, arena)
         server = Server(node, arena, config.socket, self.metrics_address)
         self._undo.push_async_callback(server.stop)
         await server.start()
+        node.join(peer_address)
         log.info(
             "ready",
             version=kvtier.__version__,
@@ -105,7 +113,27 @@ class Daemon:
             dram_bytes=arena.capacity_bytes,
             allocated_bytes=arena.allocated_bytes,
             metrics=self.metrics_address or "off",
+            index=node.remote.index_text if node.remote else NO_INDEX,
+            peers=peer_address or "off",
         )
+
+    async def _begin_to_share(self, identity: Identity) -> Sharing | None:
+        """The index, and the incarnation that it issues; what it cannot do now it does when it can."""
+        index = make_index(self.config)
+        if index is None:
+            return None
+        self._undo.push_async_callback(index.close)
+        if not is_shared(index):  # it is started when the socket answers
+            return Sharing(index, new_life(identity, self.config))
+        return Sharing(index, await begin_life(index, identity, self.config))
+
+    async def _serve_peers(self, node: Node, arena: Arena) -> str:
+        if node.remote is None or not is_shared(node.remote.index):
+            return ""
+        server = PeerServer(node, arena, node.remote.transfers)
+        self._undo.push_async_callback(server.stop)
+        await server.start()
+        return server.address
 
     def _start_metrics(self, metrics: Metrics) -> None:
         server = MetricsServer(metrics, self.config.metrics_port)
@@ -137,6 +165,8 @@ async def run_daemon(
     ------
     KvtierError
         The start failed (see `Daemon.start`).
+    Fenced
+        Another daemon of this node's identity has taken over.
     RuntimeError
         The node met a bug and was stopped, so that nothing wrong is served.
     """
@@ -181,6 +211,11 @@ async def _serve(daemon: Daemon, stopping: asyncio.Event) -> None:
     failed = daemon.node.failed
     failed.add_done_callback(lambda _: stopping.set())
     await stopping.wait()
+    if failed.done() and isinstance(error := failed.result(), Fenced):
+        log.critical(
+            "another daemon of this node's identity has taken over: this one stops", error=str(error)
+        )
+        raise error
     if failed.done():
         raise RuntimeError("kvtier met a bug and stopped: please report the log") from failed.result()
 
@@ -214,6 +249,9 @@ def _sample(node: Node) -> Sample:
         blocks={tier.kind.name.lower(): tier.blocks for tier in stats.tiers},
         engines=len(stats.engines),
         uptime_s=node.uptime_s,
+        peers=node.remote.peers_by_state() if node.remote else {},
+        index_up=node.remote.index_up if node.remote else None,
+        unpublished=node.remote.publisher.unpublished if node.remote else 0,
         info={
             "version": kvtier.__version__,
             "node_id": node.identity.node_id,

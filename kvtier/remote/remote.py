@@ -299,8 +299,10 @@ class Remote:
 
     @property
     def index_text(self) -> str:
-        """The kind of index, for operators."""
-        return PRIVATE_INDEX if not self._config.index else self.index.name
+        """Which index it is, for operators; without user and password."""
+        if not self._config.index.strip():
+            return PRIVATE_INDEX
+        return str(getattr(self.index, "address", self.index.name))
 
     @property
     def index_up(self) -> bool:

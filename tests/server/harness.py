@@ -53,6 +53,7 @@ def config(home: Path, shm: Path, **values: Any) -> Config:
         "dram_bytes": 4 << 20,
         "extent_bytes": 1 << 20,
         "metrics_port": -1,
+        "index": "none",
         "tick_s": 0.05,
         "engine_poll_s": 0.05,
         "verify_commits": "all",

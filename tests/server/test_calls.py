@@ -199,7 +199,7 @@ async def test_status_names_what_is_not_as_it_should_be(tmp_path: Path, shm: Pat
     assert any("verify_loads" in notice for notice in status.notices)
     assert any("scrub_bytes_per_s" in notice for notice in status.notices)
     assert status.state == "serving"
-    assert status.index == "private: other nodes cannot see this one"
+    assert status.index == "none: this node shares nothing"
     await wire.close()
     await daemon.stop()
 

