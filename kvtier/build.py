@@ -115,7 +115,7 @@ def _remote(
     async def open_all() -> Sequence[Transfer]:
         from kvtier.transfer import open_transfers  # heavy, and the socket answers by now
 
-        return await open_transfers(config, arena.memory, peers.channel_of)
+        return await open_transfers(config, arena.memory, peers.channel_of, identity.node_id)
 
     return Remote(
         index=sharing.index,
