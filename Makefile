@@ -72,8 +72,12 @@ $(BUF):
 gpu-check: install ## the tests that need a CUDA device
 	$(PYTEST) -m gpu tests/gpu -rs
 
-sim: install ## new simulator seeds: make sim SEEDS=0:1000
-	$(BIN)/python -m kvtier.testing.simulator --seeds $(or $(SEEDS),0:1000) --steps 2000
+sim: install ## new simulator seeds: make sim SEEDS=0:1000 (one node), make sim FLEET=0:500 (many)
+	if [ -n "$(FLEET)" ]; then
+	  $(BIN)/python -m kvtier.testing.fleet --seeds $(FLEET)
+	else
+	  $(BIN)/python -m kvtier.testing.simulator --seeds $(or $(SEEDS),0:1000) --steps 2000
+	fi
 
 clean:
 	rm -rf $(VENV) .cache .demo .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

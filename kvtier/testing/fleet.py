@@ -26,7 +26,7 @@ from kvtier.testing.fleet_daemon import Daemon, Site
 from kvtier.testing.fleet_engine import FleetEngine
 from kvtier.testing.fleet_index import SITE, SharedIndex
 from kvtier.testing.fleet_memory import Arena
-from kvtier.testing.fleet_peace import make_peace
+from kvtier.testing.fleet_peace import AMPLE_CHANGES, make_peace
 from kvtier.testing.fleet_promises import Truth
 from kvtier.testing.fleet_transfer import Fates
 from kvtier.testing.fleet_world import Weather, World
@@ -35,7 +35,7 @@ from kvtier.types import PAGE_SIZE_BYTES, TierKind
 
 MAX_CLOCK_OFFSET_S: Final = 3600.0
 DEAD_AFTER_S: Final = 3.0
-INDEX_TTL_S: Final = 10.0
+INDEX_TTL_S: Final = 24.0
 MAX_ENGINES: Final = 2
 
 
@@ -128,7 +128,7 @@ class Fleet:
             dead_after_s=DEAD_AFTER_S,
             index_ttl_s=INDEX_TTL_S,
             index_timeout_s=self.rng.choice((0.02, 0.1)),
-            max_unpublished=self.rng.choice((4, 1000)),
+            max_unpublished=self.rng.choice((4, AMPLE_CHANGES)),
             max_pulls=core.max_pulls,
             max_given_fraction=core.max_given_fraction,
             max_pulled_fraction=core.max_pulled_fraction,
@@ -316,7 +316,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0:100", help="FIRST:END, or one seed")
     parser.add_argument("--seconds", type=float, default=20.0, help="simulated seconds of each history")
     args = parser.parse_args(argv)
-    logs.configure("critical", "console")
     first, _, end = args.seeds.partition(":")
     seeds = range(int(first), int(end) if end else int(first) + 1)
     loaded = steps = 0
@@ -334,4 +333,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logs.configure("critical", "console")  # faults are what happens here all the time
     sys.exit(main())

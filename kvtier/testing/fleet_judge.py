@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from kvtier.core import messages as m
 from kvtier.core.blocks import RESIDENT
 from kvtier.core.cache import CacheCore
 from kvtier.core.config import CoreConfig, TierSpec
-from kvtier.errors import KvtierError, Unavailable
+from kvtier.errors import KvtierError
 from kvtier.testing.fleet_promises import Promises
 from kvtier.types import PAGE_SIZE_BYTES, BlockId, TierKind
 
@@ -46,7 +47,7 @@ class Judge(Promises):
         """The core raised a fault."""
         self.world.count(f"{type(event).__name__} refused")
         name = _call_of(event)
-        if name is not None and name in self._replies and self._must_repeat(event, name):
+        if name is not None and name in self._replies and self._must_repeat(name):
             self.world.violate(f"a repeat of {type(event).__name__} was refused, the first was not")
 
     def after(self, event: m.Event, actions: Sequence[m.Action], now_s: float, core: CacheCore) -> None:
@@ -75,16 +76,17 @@ class Judge(Promises):
         if name is None:
             return False
         first = self._replies.get(name)
-        if first is not None and (first == reply or self._must_repeat(event, name)):
+        if first is not None and (first == reply or self._must_repeat(name)):
             if first != reply:
                 self.world.violate(f"a repeat of {type(event).__name__} was answered differently")
             return True
         self._replies[name] = reply
         return False
 
-    def _must_repeat(self, event: m.Event, name: tuple[str, bytes]) -> bool:
-        """A peer is forgotten when it is idle, and its answers with it."""
-        return not name[0].startswith("peer:") or any(its.name == name[0] for its in self.leases.values())
+    def _must_repeat(self, name: tuple[str, bytes]) -> bool:
+        """A peer that has no lease is forgotten, and its answers with it."""
+        first = self._replies[name]
+        return not name[0].startswith("peer:") or (isinstance(first, m.Leased) and first.lease in self.leases)
 
     def _answered(self, event: m.Event, reply: m.Action, now_s: float, core: CacheCore) -> None:
         match event, reply:
@@ -162,7 +164,7 @@ class JudgedCore(CacheCore):
     def handle(self, event: m.Event, now_s: float) -> list[m.Action]:
         """See `CacheCore.handle`."""
         if self.judge.process.dead:
-            raise Unavailable("the daemon is dead")
+            raise asyncio.CancelledError("the daemon is dead")
         try:
             return self._judged(event, now_s)
         except KvtierError:

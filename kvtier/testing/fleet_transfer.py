@@ -46,7 +46,7 @@ class _Copy:
         self.moves = list(moves)
         self.ended: asyncio.Future[str] = agent.world.loop.create_future()
         world, fates = agent.world, agent.fates
-        self.page_s = fates.page_s * (world.rng.uniform(10, 300) if world.chance(fates.slow) else 1.0)
+        self.page_s = fates.page_s * (world.rng.uniform(10, 2000) if world.chance(fates.slow) else 1.0)
         self.stops_at = world.rng.randrange(len(moves)) if world.chance(fates.never) else -1
         self.fails_at = world.rng.randrange(len(moves)) if world.chance(fates.partly) else -1
         self.is_wrong = world.chance(fates.wrong)
