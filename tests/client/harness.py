@@ -33,10 +33,15 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 class DaemonProcess:
-    """`kvtier serve` on directories of its own; started when constructed."""
+    """`kvtier serve` on directories of its own; started when constructed.
 
-    def __init__(self, home: Path, shm: Path, **options: object) -> None:
+    `program`: Python that does so in another way.
+    """
+
+    def __init__(self, home: Path, shm: Path, program: str | None = None, **options: object) -> None:
         self.home = home
+        run = ["-m", "kvtier.cli.main", "serve"] if program is None else ["-c", program]
+        self._command = [sys.executable, *run]
         self.socket = str(home / "run" / "kvtier.sock")
         self.log = home / "daemon.log"
         values = {
@@ -59,7 +64,7 @@ class DaemonProcess:
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvtier.cli.main", "serve"],
+                self._command,
                 env=self._environment,
                 stdout=log,
                 stderr=log,
