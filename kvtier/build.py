@@ -112,16 +112,20 @@ def _remote(
     identity = sharing.life.identity
     peers = Peers((identity.node_id, identity.incarnation), config, transfers)
 
+    unusable: dict[str, str] = {}
+
     async def open_all() -> Sequence[Transfer]:
         from kvtier.transfer import open_transfers  # heavy, and the socket answers by now
 
-        return await open_transfers(config, arena.memory, peers.channel_of, identity.node_id)
+        report = unusable.__setitem__
+        return await open_transfers(config, arena.memory, peers.channel_of, identity.node_id, report)
 
     return Remote(
         index=sharing.index,
         peers=peers,
         puller=Puller(peers, transfers, arena.view, hasher, config, metrics),
         transfers=transfers,
+        unusable=unusable,
         open_transfers=open_all if is_shared(sharing.index) else None,
         holdings=holdings_of(core, config.max_pulls),
         life=sharing.life,

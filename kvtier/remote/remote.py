@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -70,6 +70,8 @@ class Remote:
         Opened in the background by `start`, closed by `stop`.
     transfers
         Filled by `open_transfers`; `peers` and `puller` use the same list.
+    unusable
+        Transfers that are wanted and do not work here, and why; filled by `open_transfers` too.
     open_transfers
         Opens what works on this machine; None where bytes never travel.
     on_fenced
@@ -83,6 +85,7 @@ class Remote:
         peers: Peers,
         puller: Puller,
         transfers: list[Transfer],
+        unusable: Mapping[str, str] | None = None,
         open_transfers: Callable[[], Coroutine[Any, Any, Sequence[Transfer]]] | None,
         holdings: Holdings,
         life: Life,
@@ -93,6 +96,7 @@ class Remote:
         self.index = index
         self.peers = peers
         self.transfers = transfers
+        self.unusable: Mapping[str, str] = {} if unusable is None else unusable
         self.peer_address = ""
         self.notices: list[str] = []
         self.fenced: asyncio.Future[Fenced] = asyncio.get_running_loop().create_future()
