@@ -10,6 +10,7 @@ from kvtier.types import BlockId, Slot
 
 if TYPE_CHECKING:
     from kvtier.core.extents import Extent, Pool
+    from kvtier.core.pulls import PullEntry
 
 GHOST: Final = 0
 PENDING: Final = 1
@@ -26,7 +27,12 @@ class Shape:
 
 
 class Block:
-    """One (key, shard). `extent` is None for ghosts; the last three links are the parent's child list."""
+    """One (key, shard).
+
+    `extent` is None for ghosts; the last three links are the parent's child list. `pull` is what brings a
+    pending block (None: an engine stores it, and every other block). `replica` ends where an engine of this
+    node stores the same.
+    """
 
     __slots__ = (
         "candidate",
@@ -41,6 +47,8 @@ class Block:
         "orphan",
         "parent",
         "previous",
+        "pull",
+        "replica",
         "shape",
         "state",
         "verified",
@@ -60,6 +68,8 @@ class Block:
         self.orphan = False
         self.verified = False
         self.verifying = False
+        self.replica = False
+        self.pull: PullEntry | None = None
         self.parent: Block | None = None
         self.first_child: Block | None = None
         self.next: Block | None = None

@@ -7,24 +7,26 @@ anything, so the same code runs in the daemon, in the seeded simulator and in tr
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from kvtier.core import messages as m
-from kvtier.core.blocks import RESIDENT, Block
 from kvtier.core.checks import check_core
 from kvtier.core.config import CALL_ID_BYTES, CoreConfig, TierSpec
-from kvtier.core.engines import Engine, Engines
+from kvtier.core.engines import Engine, Engines, is_peer
 from kvtier.core.leases import Leases
+from kvtier.core.pins import Pins
 from kvtier.core.policies import LruPolicy
+from kvtier.core.pulls import Pulls
 from kvtier.core.replies import ReplyCache
 from kvtier.core.reservations import Reservations
 from kvtier.core.residency import Residency
-from kvtier.core.stats import BlockPlace, CoreStats, Counters, TierStats
+from kvtier.core.stats import BlockPlace, CoreStats, Counters
 from kvtier.core.verifies import Verifies
+from kvtier.core.views import places_of, stats_of
 from kvtier.errors import InvalidRequest, LimitExceeded
 from kvtier.interfaces import Policy
-from kvtier.types import KEY_SIZE_BYTES, MAX_SHARDS, Key, Slot
+from kvtier.types import KEY_SIZE_BYTES, MAX_SHARDS, BlockId, Key, Slot
 
 _KEY_SIZES: Final = {KEY_SIZE_BYTES}
 
@@ -56,11 +58,15 @@ class CacheCore:
     ) -> None:
         self.config = config
         self.counters = Counters()
-        self.residency = Residency(sorted(tiers, key=lambda spec: spec.kind), policy, self.counters)
+        self.residency = Residency(
+            sorted(tiers, key=lambda spec: spec.kind), policy, self.counters, publishes=config.has_index
+        )
         self.engines = Engines(config, self.residency)
         self.leases = Leases(config, self.residency, self.counters)
         self.reservations = Reservations(config, self.residency, self.counters)
-        self.verifies = Verifies(config, self.residency, self.leases, self.counters)
+        self.pins = Pins(config, self.residency)
+        self.pulls = Pulls(config, self.residency, self.leases, self.counters)
+        self.verifies = Verifies(config, self.residency, self.leases, self.pins, self.counters)
         self.replies = ReplyCache(config.max_replies, config.max_reply_blocks)
         self._next_id = (random.Random(seed).getrandbits(31) << 32) + 1
         self._handlers: dict[type, Callable[..., list[m.Action]]] = {
@@ -71,6 +77,8 @@ class CacheCore:
             m.Reserve: self._reserve,
             m.Commit: self._commit,
             m.Abort: self._abort,
+            m.Acquire: self._acquire,
+            m.Located: self._located,
             m.Pin: self._pin,
             m.Unpin: self._unpin,
             m.Evict: self._evict,
@@ -80,6 +88,8 @@ class CacheCore:
             m.Grow: self._grow,
             m.Scrub: self._scrub,
             m.Tick: self._tick,
+            m.Arrived: self._arrived,
+            m.PullEnded: self._pull_ended,
         }
 
     # ---- the one mutator
@@ -110,12 +120,12 @@ class CacheCore:
             return self._handlers[type(event)](event, now_s)
         if len(call_id) != CALL_ID_BYTES:
             raise InvalidRequest(f"call_id has {len(call_id)} bytes: send {CALL_ID_BYTES} random ones")
-        engine = getattr(event, "engine", "")
-        known = self.replies.get(engine, call_id)
+        name = m.peer_name(event.peer) if isinstance(event, m.Acquire) else getattr(event, "engine", "")
+        known = self.replies.get(name, call_id)
         if known is not None:
             return [known]
         actions = self._handlers[type(event)](event, now_s)
-        self.replies.put(engine, call_id, actions[0])  # type: ignore[arg-type]
+        self.replies.put(name, call_id, actions[0])  # type: ignore[arg-type]
         return actions
 
     # ---- reading
@@ -133,52 +143,11 @@ class CacheCore:
 
     def places(self, keys: Sequence[Key]) -> list[BlockPlace]:
         """Every place of every block that is named, whatever its shard; in the order of `keys`."""
-        leases: dict[Block, int] = {}
-        for lease in self.leases.leases.values():
-            for leased in lease.blocks:
-                leases[leased] = leases.get(leased, 0) + 1
-        pinned = self.leases.pin_ledger.counts
-        return [
-            BlockPlace(
-                index,
-                block.id,
-                block.pool().tier.spec.kind,
-                block.slot(),
-                leases.get(block, 0),
-                block in pinned,
-            )
-            for index, key in enumerate(keys)
-            for shard in sorted(self.residency.shards)
-            if (block := self.residency.get(key, shard)) is not None and block.state == RESIDENT
-        ]
+        return places_of(self, keys)
 
     def stats(self) -> CoreStats:
         """A copy of all figures."""
-        pins = self.leases.pin_ledger
-        leased_bytes = sum(ledger.bytes for ledger in self.residency.ledgers if ledger is not pins)
-        tiers = [
-            TierStats(
-                kind=kind,
-                capacity_bytes=tier.spec.capacity_bytes,
-                allocated_bytes=tier.allocated_bytes,
-                resident_bytes=tier.resident_bytes,
-                reserved_bytes=tier.reserved_bytes,
-                quarantined_bytes=tier.quarantined_bytes,
-                draining_bytes=tier.draining_bytes,
-                leased_bytes=leased_bytes,
-                pinned_bytes=pins.bytes,
-                blocks=tier.blocks,
-            )
-            for kind, tier in self.residency.tiers.items()
-        ]
-        return CoreStats(
-            tiers=tiers,
-            engines=[engine.stats() for engine in self.engines.by_name.values()],
-            counters=self.counters.copy(),
-            holds=len(self.leases.holds),
-            leases=len(self.leases.leases),
-            pins=len(self.leases.pins),
-        )
+        return stats_of(self)
 
     def check(self) -> None:
         """Assert every invariant; costs a walk over everything."""
@@ -204,15 +173,22 @@ class CacheCore:
         if not 0 < len(request) <= 256:
             raise InvalidRequest(f"request id has {len(request)} characters: allowed is 1 .. 256")
 
-    def _engine(self, event: m.Load | m.Release | m.Commit | m.Abort) -> Engine:
+    def _engine(self, event: m.Load | m.Commit | m.Abort) -> Engine:
         return self.engines.get(event.engine)
 
-    def _with_drops(self, *actions: m.Action) -> list[m.Action]:
-        drops = self.residency.drops
-        if not drops:
-            return list(actions)
-        self.residency.drops = {}
-        return [*actions, *(m.Drop(kind, slots) for kind, slots in drops.items())]
+    def _all(self, *actions: m.Action) -> list[m.Action]:
+        """These, and what the event has brought about besides."""
+        result = list(actions)
+        residency, leases = self.residency, self.leases
+        if leases.readies:
+            result += leases.readies
+            leases.readies = []
+        if residency.drops:
+            result += [m.Drop(kind, slots) for kind, slots in residency.drops.items()]
+            residency.drops = {}
+        if residency.added or residency.removed:
+            result += residency.changes()
+        return result
 
     # ---- requests of engines
 
@@ -228,7 +204,20 @@ class CacheCore:
         self._check_request_id(event.request)
         if not 1 <= event.shard_count <= MAX_SHARDS:
             raise InvalidRequest(f"shard_count is {event.shard_count}: allowed is 1 .. {MAX_SHARDS}")
-        return [self.leases.lookup(event, engine, now_s)]
+        reply = self.leases.lookup(event, engine, now_s)
+        if (
+            self.config.has_index
+            and reply.reason == "missing"
+            and self.pulls.worth_finding(event, reply.blocks)
+        ):
+            return [reply, m.Find(event, reply.blocks)]
+        return [reply]
+
+    def _located(self, event: m.Located, now_s: float) -> list[m.Action]:
+        engine = self.engines.speaking(event.lookup.engine, event.lookup.fingerprint)
+        reply, pulls = self.pulls.located(event, engine, self._next_id, now_s)
+        self._next_id += len(pulls)
+        return self._all(reply, *pulls)
 
     def _load(self, event: m.Load, now_s: float) -> list[m.Action]:
         engine = self._engine(event)
@@ -239,17 +228,31 @@ class CacheCore:
         self._next_id += 1
         return [reply]
 
+    def _acquire(self, event: m.Acquire, now_s: float) -> list[m.Action]:
+        self._check_keys(event.keys)
+        self._check_shard(event.shard)
+        reply = self.leases.give(event, self._next_id, self.engines.peer(event.peer, now_s), now_s)
+        self._next_id += 1
+        return [reply]
+
     def _release(self, event: m.Release, now_s: float) -> list[m.Action]:
-        engine = self._engine(event)
+        party = self.engines.party(event.engine)
         self._check_keys(event.corrupt_keys, empty=True)
         self._check_shard(event.shard)
         if (event.lease is None) == (event.request is None):
             raise InvalidRequest("a release names either a lease or a request")
         if event.request is not None:
+            if is_peer(party.name):
+                raise InvalidRequest("a peer has no requests here: name a lease")
             self._check_request_id(event.request)
             return [self.leases.release_hold(event.request, now_s)]
-        lease = self.leases.find(event, engine)
-        instructions = self.verifies.reported(event.corrupt_keys, event.shard, self._next_id)
+        lease = self.leases.find(event, party)
+        corrupt: Iterable[Key] = event.corrupt_keys
+        if is_peer(party.name):  # an engine may be believed to know more than its lease
+            party.used_s = now_s
+            own = set() if lease is None else {block.id for block in lease.blocks}
+            corrupt = [key for key in corrupt if BlockId(key, event.shard) in own]
+        instructions = self.verifies.reported(corrupt, event.shard, self._next_id)
         self._next_id += len(instructions)
         return [self.leases.release(event, lease, now_s), *instructions]
 
@@ -261,23 +264,25 @@ class CacheCore:
             self._check_keys([event.parent])
         reply = self.reservations.reserve(event, self._next_id, engine, now_s)
         self._next_id += 1
-        return self._with_drops(reply)
+        return self._all(reply)
 
     def _commit(self, event: m.Commit, now_s: float) -> list[m.Action]:
         engine = self._engine(event)
         self._check_keys(event.keys)
-        return [m.Committed(self.reservations.commit(event.reservation, engine, event.keys, event.checksums))]
+        return self._all(
+            m.Committed(self.reservations.commit(event.reservation, engine, event.keys, event.checksums))
+        )
 
     def _abort(self, event: m.Abort, now_s: float) -> list[m.Action]:
         engine = self._engine(event)
         self._check_keys(event.keys, empty=True)
-        return self._with_drops(m.Aborted(self.reservations.abort(event.reservation, engine, event.keys)))
+        return self._all(m.Aborted(self.reservations.abort(event.reservation, engine, event.keys)))
 
     # ---- requests of operators
 
     def _pin(self, event: m.Pin, now_s: float) -> list[m.Action]:
         self._check_keys(event.keys)
-        reply = self.leases.pin(event, self._next_id, now_s)
+        reply = self.pins.pin(event, self._next_id, now_s)
         self._next_id += 1
         return [reply]
 
@@ -285,12 +290,12 @@ class CacheCore:
         if (event.pin is None) == (not event.keys):
             raise InvalidRequest("an unpin names either a pin or keys")
         self._check_keys(event.keys, empty=True)
-        return [m.Unpinned(self.leases.unpin(event))]
+        return [m.Unpinned(self.pins.unpin(event))]
 
     def _evict(self, event: m.Evict, now_s: float) -> list[m.Action]:
         self._check_keys(event.keys)
         evicted, kept = self.residency.evict_named(event.keys)
-        return self._with_drops(m.Evicted(evicted, kept))
+        return self._all(m.Evicted(evicted, kept))
 
     # ---- observations
 
@@ -303,14 +308,22 @@ class CacheCore:
         self.engines.remove(engine)
         self.replies.forget(engine.name)
         self.counters.dead_engines += 1
-        return self._with_drops()
+        return self._all()
 
     def _dropped(self, event: m.Dropped, now_s: float) -> list[m.Action]:
         self.residency.dropped(event.tier, event.slots)
         return []
 
     def _verified(self, event: m.Verified, now_s: float) -> list[m.Action]:
-        return self._with_drops(*self.verifies.verified(event))
+        return self._all(*self.verifies.verified(event))
+
+    def _arrived(self, event: m.Arrived, now_s: float) -> list[m.Action]:
+        self.pulls.arrived(event, now_s)
+        return self._all()
+
+    def _pull_ended(self, event: m.PullEnded, now_s: float) -> list[m.Action]:
+        self.pulls.ended(event, now_s)
+        return self._all()
 
     def _grow(self, event: m.Grow, now_s: float) -> list[m.Action]:
         self.residency.tiers[event.tier].grow(event.allocated_bytes)
@@ -323,5 +336,8 @@ class CacheCore:
 
     def _tick(self, event: m.Tick, now_s: float) -> list[m.Action]:
         self.leases.expire(now_s)
+        self.pins.expire(now_s)
         self.reservations.expire(now_s)
-        return self._with_drops()
+        for name in self.engines.forget_idle_peers(now_s):
+            self.replies.forget(name)
+        return self._all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvtier.core.blocks import GHOST, PENDING, RESIDENT, Block
@@ -10,6 +11,7 @@ from kvtier.core.config import CoreConfig
 from kvtier.core.extents import Extent, Place, Pool, TierMap
 from kvtier.core.ledger import Ledger
 from kvtier.core.policies import LruPolicy
+from kvtier.core.rates import MAX_FAILURES, MAX_SOURCES
 from kvtier.core.residency import Residency
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ def check_core(core: CacheCore) -> None:
     _check_slots(core, blocks)
     _check_candidates(core.residency, blocks)
     _check_reservations(core)
+    _check_pulls(core, blocks)
+    _check_waiting(core)
     _check_bounds(core)
 
 
@@ -57,9 +61,9 @@ def _is_orphan(block: Block) -> bool:
 
 def _direct_guards(core: CacheCore, blocks: list[Block]) -> Counter[Block]:
     direct: Counter[Block] = Counter(block for block in blocks if block.state == PENDING)
-    direct.update(lease.blocks[-1] for lease in core.leases.leases.values())
+    direct.update(lease.blocks[-1] for lease in core.leases.leases.values() if lease.blocks)
     direct.update(block for hold in core.leases.holds.values() for block in hold.deepest.values())
-    direct.update(block for pin in core.leases.pins.values() for block in pin.deepest)
+    direct.update(block for pin in core.pins.pins.values() for block in pin.deepest)
     direct.update(core.verifies.in_flight.values())
     for block in core.verifies.in_flight.values():
         assert block.state == RESIDENT
@@ -78,16 +82,18 @@ def _check_guards(blocks: list[Block], direct: Counter[Block]) -> None:
 def _check_ledgers(core: CacheCore, blocks: list[Block]) -> None:
     entries: dict[int, Counter[Block]] = {id(ledger): Counter() for ledger in core.residency.ledgers}
     for lease in core.leases.leases.values():
-        entries[id(lease.engine.ledger)][lease.blocks[-1]] += 1
+        if lease.blocks:
+            entries[id(lease.engine.ledger)][lease.blocks[-1]] += 1
     for hold in core.leases.holds.values():
         entries[id(hold.ledger)].update(hold.deepest.values())
-    for pin in core.leases.pins.values():
-        entries[id(core.leases.pin_ledger)].update(pin.deepest)
+    for pin in core.pins.pins.values():
+        entries[id(core.pins.ledger)].update(pin.deepest)
     for ledger in core.residency.ledgers:
         _check_ledger(ledger, entries[id(ledger)])
-    registered = {id(engine.ledger) for engine in core.engines.by_name.values()}
+    parties = [*core.engines.by_name.values(), *core.engines.peers.values()]
+    registered = {id(party.ledger) for party in parties}
     for ledger in core.residency.ledgers:
-        alive = id(ledger) in registered or ledger is core.leases.pin_ledger
+        alive = id(ledger) in registered or ledger is core.pins.ledger
         assert alive != ledger.closed, "a ledger outlives its owner, or the reverse"
 
 
@@ -113,6 +119,10 @@ def _check_slots(core: CacheCore, blocks: list[Block]) -> None:
     for tier in residency.tiers.values():
         _check_tier(tier, blocks, [place for place in quarantined if _tier(place) is tier])
     assert not residency.drops, "instructions were made and not handed out"
+    assert not residency.added, "instructions were made and not handed out"
+    assert not residency.removed, "instructions were made and not handed out"
+    visible = sum(block.state == RESIDENT for block in blocks) if core.config.has_index else 0
+    assert residency.published == visible, "what is published is not what is here"
 
 
 def _tier(place: Place) -> TierMap:
@@ -136,7 +146,9 @@ def _check_tier(tier: TierMap, blocks: list[Block], quarantined: list[Place]) ->
     for block in blocks:
         if block.extent is not None and block.pool().tier is tier:
             state = "resident" if block.state == RESIDENT else "reserved"
-            total[state] += use(block.extent, block.index, state)
+            size_bytes = use(block.extent, block.index, state)
+            total[state] += size_bytes
+            total["replica"] += size_bytes if block.replica else 0
             assert block.extent.blocks[block.index] is block, "a slot holds another block"
             assert block.pool().slot_bytes == block.shape.slot_bytes
     for extent, index in quarantined:
@@ -144,8 +156,9 @@ def _check_tier(tier: TierMap, blocks: list[Block], quarantined: list[Place]) ->
     for slot, (extent, index) in tier.draining.items():
         total["draining"] += use(extent, index, "draining")
         assert extent.slots[index] == slot
-    for state in ("resident", "reserved", "quarantined", "draining"):
+    for state in ("replica", "resident", "reserved", "quarantined", "draining"):
         assert getattr(tier, f"{state}_bytes") == total[state], f"{state} bytes do not add up"
+    del total["replica"]
     assert tier.blocks == list(used.values()).count("resident")
     assert sum(total.values()) <= tier.allocated_bytes <= tier.spec.capacity_bytes
     _check_extents(tier, used)
@@ -197,8 +210,10 @@ def _check_candidates(residency: Residency, blocks: list[Block]) -> None:
             here = [block for block in blocks if block.extent is not None and block.pool() is pool]
             orphans = {block for block in here if block.candidate and block.orphan}
             assert pool.orphans.keys() == orphans
-            if isinstance(pool.policy, LruPolicy):
-                pool.policy.check({b.id: b.last for b in here if b.candidate and not b.orphan})
+            candidates = [block for block in here if block.candidate and not block.orphan]
+            for policy, is_replica in ((pool.policy, False), (pool.replicas, True)):
+                if isinstance(policy, LruPolicy):
+                    policy.check({b.id: b.last for b in candidates if b.replica == is_replica})
 
 
 def _check_reservations(core: CacheCore) -> None:
@@ -216,26 +231,87 @@ def _check_reservations(core: CacheCore) -> None:
     shards = core.residency.shards.values()
     everywhere = [block for shard in shards for block in shard.values() if block.state == PENDING]
     assert len(pending) == len(set(pending)), "two reservations share a block"
-    assert set(pending) == set(everywhere), "a pending block that nobody stores"
+    stored = {block for block in everywhere if block.pull is None}
+    assert set(pending) == stored, "a pending block that nobody stores or pulls, or somebody twice"
     for engine in core.engines.by_name.values():
         own = engine.reservations.values()
         slot_bytes = engine.shape.slot_bytes
         assert engine.reservations.items() <= everything.items()
         assert engine.reserved_bytes == slot_bytes * sum(len(entry.pending) for entry in own)
         assert engine.quarantined_bytes == slot_bytes * sum(len(entry.quarantined) for entry in own)
-        leases = {id: lease for id, lease in core.leases.leases.items() if lease.engine is engine}
-        assert engine.leases == leases
+
+
+def _check_pulls(core: CacheCore, blocks: list[Block]) -> None:
+    pulls, config = core.pulls, core.config
+    filling_bytes = 0
+    outstanding: Counter[str] = Counter()
+    for id, entry in pulls.running.items():
+        assert entry.id == id
+        assert entry.blocks
+        rest = entry.blocks[entry.arrived :]
+        assert all(block.pull is not entry for block in entry.blocks[: entry.arrived])
+        for block in rest:
+            assert block.state == PENDING, "a slot that a pull may still write is not its own"
+            assert block.pull is entry, "a slot that a pull may still write is not its own"
+            filling_bytes += block.shape.slot_bytes
+        for above, block in pairwise(rest):
+            assert block.parent is above, "a pull's blocks are no chain"
+        assert pulls.sources.by_node.get(entry.source.node) is entry.source
+        outstanding[entry.source.node] += len(rest) * entry.block_bytes
+    pulled = [block for block in blocks if block.pull is not None]
+    owned = sum(len(entry.blocks) - entry.arrived for entry in pulls.running.values())
+    assert len(pulled) == owned, "a block belongs to a pull that does not run"
+    assert all(block.state == RESIDENT for block in blocks if block.replica)
+    assert pulls.filling_bytes == filling_bytes, "bytes of pulls do not add up"
+    running = Counter(entry.source.node for entry in pulls.running.values())
+    for node, source in pulls.sources.by_node.items():
+        assert (source.running, source.outstanding_bytes) == (running[node], outstanding[node])
+        assert source.s_per_byte > 0 <= source.round_trip_s
+        assert 0 <= source.failures <= MAX_FAILURES
+    tier = next(iter(core.residency.tiers.values()))
+    assert len(pulls.running) <= config.max_pulls
+    assert filling_bytes <= tier.allocated_bytes * config.max_pulled_fraction
+    assert len(pulls.sources.by_node) <= MAX_SOURCES
+
+
+def _check_waiting(core: CacheCore) -> None:
+    waiting: dict[Block, set[int]] = {}
+    for id, lease in core.leases.leases.items():
+        assert lease.id == id
+        assert 0 <= lease.ready <= len(lease.blocks)
+        if lease.valid:
+            assert all(block.state == RESIDENT for block in lease.blocks[: lease.ready])
+            assert all(block.parent is above for above, block in pairwise(lease.blocks))
+        if lease.ready < len(lease.blocks):
+            assert lease.valid, "a lease waits though it is void"
+            assert lease.blocks[lease.ready].pull is not None, "a lease waits for what nobody brings"
+            for block in lease.blocks[lease.ready :]:
+                assert block.state == RESIDENT or block.pull is not None
+            waiting.setdefault(lease.blocks[lease.ready], set()).add(id)
+    told = {block: set(leases) for block, leases in core.leases.waiting.items()}
+    assert told == waiting, "a lease would not be told what arrives, or one that does not wait would"
+    assert core.leases.coming.items() <= core.leases.holds.items()
+    assert all(hold.deepest for hold in core.leases.holds.values()), "a hold on nothing"
+    assert not core.leases.readies, "instructions were made and not handed out"
 
 
 def _check_bounds(core: CacheCore) -> None:
     config: CoreConfig = core.config
-    core.replies.check({"", *core.engines.by_name})
+    core.replies.check({"", *core.engines.by_name, *core.engines.peers})
     assert len(core.engines.by_name) <= config.max_engines
     assert len(core.leases.holds) <= config.max_holds
-    assert len(core.leases.pins) <= config.max_pins
+    assert len(core.pins) <= config.max_pins
+    assert len(core.engines.peers) <= config.max_peers
     assert len(core.leases.expired) <= config.max_expired_leases
     assert len(core.verifies.in_flight) <= config.max_verifies
+    parties = {**core.engines.by_name, **core.engines.peers}
     for lease in core.leases.leases.values():
-        assert core.engines.by_name.get(lease.engine.name) is lease.engine, "a dead engine's lease"
-    for engine in core.engines.by_name.values():
-        assert len(engine.leases) <= config.max_leases_per_engine
+        assert parties.get(lease.engine.name) is lease.engine, "a dead engine's lease"
+    for name, party in parties.items():
+        assert party.name == name
+        leases = {id: lease for id, lease in core.leases.leases.items() if lease.engine is party}
+        assert party.leases == leases
+        assert len(leases) <= config.max_leases_per_engine
+    tier = next(iter(core.residency.tiers.values()))
+    for peer in core.engines.peers.values():
+        assert peer.ledger.bytes <= tier.allocated_bytes * config.max_given_fraction

@@ -37,8 +37,8 @@ class CoreConfig:
         Blocks that come and go are published, and what is missing here is looked for elsewhere.
     max_pulls, max_pulled_fraction
         Pulls at once, and the share of a tier's allocated bytes that they may be filling.
-    max_given_fraction
-        Share of a tier's allocated bytes that one peer may protect by leases.
+    max_given_fraction, max_peers
+        Share of a tier's allocated bytes that one peer may protect by leases, and peers that may have any.
     pull_overhead_s, pull_bytes_per_s, pull_floor_s
         Constant part of a pull's estimate, the rate believed of a peer until it has been measured, and the
         least time that a pull may take before it is cut (else twice its estimate).
@@ -65,6 +65,7 @@ class CoreConfig:
     max_pulls: int = 64
     max_pulled_fraction: float = 0.25
     max_given_fraction: float = 0.25
+    max_peers: int = 1024
     pull_overhead_s: float = 0.003
     pull_bytes_per_s: float = 1e9
     pull_floor_s: float = 0.1

@@ -1,4 +1,4 @@
-"""Which engines are registered, with which layout, and what each of them occupies."""
+"""Who has rights: engines, registered with their layout, and peers; and what each of them occupies."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Final
 from kvtier.core.blocks import Shape
 from kvtier.core.config import CoreConfig
 from kvtier.core.ledger import Ledger
-from kvtier.core.messages import RegisterEngine
+from kvtier.core.messages import RegisterEngine, peer_name
 from kvtier.core.residency import Residency
 from kvtier.core.stats import EngineStats
 from kvtier.errors import Conflict, InvalidRequest, LimitExceeded, UnknownId
-from kvtier.types import Layout
 
 if TYPE_CHECKING:
     from kvtier.core.leases import Lease
@@ -20,17 +19,37 @@ if TYPE_CHECKING:
 
 _NAME: Final = re.compile(r"[a-z0-9-]{1,64}")
 _MAX_DESCRIPTION: Final = 256
+_PEER: Final = peer_name("")
 
 
-class Engine:
+def is_peer(name: str) -> bool:
+    """Whether a party of this name is a peer."""
+    return name.startswith(_PEER)
+
+
+class Party:
+    """Whoever may lease: an engine of this node, or a peer.
+
+    `share` of a tier's allocated bytes is what its leases and holds may protect. `used_s` is when a peer
+    last asked for anything.
+    """
+
+    __slots__ = ("leases", "ledger", "name", "share", "used_s")
+
+    def __init__(self, name: str, share: float, now_s: float) -> None:
+        self.name = name
+        self.share = share
+        self.ledger = Ledger()
+        self.leases: dict[int, Lease] = {}
+        self.used_s = now_s
+
+
+class Engine(Party):
     """One engine process, from its registration to the proof of its death."""
 
     __slots__ = (
         "description",
         "layout",
-        "leases",
-        "ledger",
-        "name",
         "quarantined_bytes",
         "registered_at_s",
         "reservations",
@@ -38,14 +57,12 @@ class Engine:
         "shape",
     )
 
-    def __init__(self, name: str, description: str, layout: Layout, shape: Shape, now_s: float) -> None:
-        self.name = name
-        self.description = description
-        self.layout = layout
+    def __init__(self, event: RegisterEngine, shape: Shape, share: float, now_s: float) -> None:
+        super().__init__(event.engine, share, now_s)
+        self.description = event.description[:_MAX_DESCRIPTION]
+        self.layout = event.layout
         self.shape = shape
         self.registered_at_s = now_s
-        self.ledger = Ledger()
-        self.leases: dict[int, Lease] = {}
         self.reservations: dict[int, Reservation] = {}
         self.reserved_bytes = 0
         self.quarantined_bytes = 0
@@ -66,12 +83,13 @@ class Engine:
 
 
 class Engines:
-    """The register."""
+    """The register of all parties, by name."""
 
     def __init__(self, config: CoreConfig, residency: Residency) -> None:
         self._config = config
         self._residency = residency
         self.by_name: dict[str, Engine] = {}
+        self.peers: dict[str, Party] = {}
 
     def get(self, name: str) -> Engine:
         """The engine, or `UnknownId`: after a restart of the node every engine has to register again."""
@@ -97,7 +115,7 @@ class Engines:
             return known
         layout = event.layout
         shape = Shape(event.fingerprint, layout.block_bytes, layout.slot_bytes)
-        engine = Engine(event.engine, event.description[:_MAX_DESCRIPTION], layout, shape, now_s)
+        engine = Engine(event, shape, self._config.max_leased_fraction, now_s)
         self.by_name[event.engine] = engine
         self._residency.add_ledger(engine.ledger)
         return engine
@@ -106,6 +124,38 @@ class Engines:
         """It is dead. Its ledger lives as long as holds are charged to it."""
         del self.by_name[engine.name]
         engine.ledger.closed = True
+
+    # ---- peers
+
+    def party(self, name: str) -> Party:
+        """The engine, or the peer that has asked for blocks not long ago; else `UnknownId`."""
+        peer = self.peers.get(name)
+        return self.get(name) if peer is None else peer
+
+    def peer(self, node: str, now_s: float) -> Party:
+        """The peer, which is known from now on, and for as long as it has leases or asks for some."""
+        if not _NAME.fullmatch(node):
+            raise InvalidRequest(f"node id {node[:64]!r} is not allowed: 1 to 64 of a-z, 0-9 and -")
+        name = peer_name(node)
+        peer = self.peers.get(name)
+        if peer is None:
+            if len(self.peers) >= self._config.max_peers:
+                raise LimitExceeded(f"{len(self.peers)} peers have leases: raise max_peers")
+            peer = self.peers[name] = Party(name, self._config.max_given_fraction, now_s)
+            self._residency.add_ledger(peer.ledger)
+        peer.used_s = now_s
+        return peer
+
+    def forget_idle_peers(self, now_s: float) -> list[str]:
+        """Names of those that have no lease and whose last one would have run out by now; they are gone."""
+        idle = [
+            name
+            for name, peer in self.peers.items()
+            if not peer.leases and peer.used_s + self._config.lease_ttl_s <= now_s
+        ]
+        for name in idle:
+            self.peers.pop(name).ledger.closed = True
+        return idle
 
     def _validate(self, event: RegisterEngine) -> None:
         if not _NAME.fullmatch(event.engine):

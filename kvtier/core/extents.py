@@ -70,13 +70,17 @@ Place = tuple[Extent, int]
 
 
 class Pool:
-    """The extents of one tier that serve one slot size, with their eviction policy."""
+    """The extents of one tier that serve one slot size, with their eviction policies.
 
-    def __init__(self, tier: TierMap, slot_bytes: int, policy: Policy) -> None:
+    `policy` knows the candidates that this node has stored, `replicas` those that it has pulled.
+    """
+
+    def __init__(self, tier: TierMap, slot_bytes: int, policy: Policy, replicas: Policy) -> None:
         self.tier = tier
         self.slot_bytes = slot_bytes
         self.slots_per_extent = tier.spec.extent_bytes // slot_bytes
         self.policy = policy
+        self.replicas = replicas
         self.orphans: OrderedDict[Block, None] = OrderedDict()
         self.extents: dict[int, Extent] = {}
         self.free = 0
@@ -163,6 +167,7 @@ class TierMap:
         self.reserved_bytes = 0
         self.quarantined_bytes = 0
         self.draining_bytes = 0
+        self.replica_bytes = 0
         self.blocks = 0
         self.extents: list[Extent] = []
         self.free_extents: list[int] = []
@@ -183,7 +188,7 @@ class TierMap:
         """The pool of this slot size."""
         pool = self.pools.get(slot_bytes)
         if pool is None:
-            pool = self.pools[slot_bytes] = Pool(self, slot_bytes, self._policy())
+            pool = self.pools[slot_bytes] = Pool(self, slot_bytes, self._policy(), self._policy())
         return pool
 
     def prune(self) -> None:

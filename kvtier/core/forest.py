@@ -11,6 +11,8 @@ candidate
     Resident, no children, no guards: exactly these are offered to the policy.
 orphan
     Some ancestor was lost, so that no prompt can reach the block: these go before all others.
+replica
+    Pulled from another node, which still has it as far as anybody knows: these go next.
 
 A **ghost** is the place of a lost block that others still refer to (children, or guards that have not
 ended yet). It has no slot and no parent; storing its key again fills it and reconnects its children.
@@ -27,7 +29,7 @@ from kvtier.core.config import TierSpec
 from kvtier.core.extents import Place, TierMap
 from kvtier.core.ledger import Ledger
 from kvtier.interfaces import Policy
-from kvtier.types import BlockId, Key
+from kvtier.types import BlockId, Key, TierKind
 
 _UNVERIFIED_SLACK: Final = 1024
 
@@ -35,12 +37,18 @@ _UNVERIFIED_SLACK: Final = 1024
 class Forest:
     """The blocks of a node, by shard and key, and what follows from how they depend on each other."""
 
-    def __init__(self, specs: Sequence[TierSpec], policy: Callable[[], Policy]) -> None:
+    def __init__(
+        self, specs: Sequence[TierSpec], policy: Callable[[], Policy], *, publishes: bool = False
+    ) -> None:
         self.tiers = {spec.kind: TierMap(spec, policy) for spec in specs}
         self.shards: dict[int, dict[Key, Block]] = {}
         self.ledgers: list[Ledger] = []
         self.unverified: deque[Block] = deque()
         self.accesses = 0
+        self.publishes = publishes
+        self.published = 0
+        self.added: dict[TierKind, list[BlockId]] = {}
+        self.removed: dict[TierKind, list[BlockId]] = {}
 
     def add_ledger(self, ledger: Ledger) -> None:
         """Keep `ledger` right when blocks are lost, until it is closed and empty."""
@@ -74,6 +82,26 @@ class Forest:
             run.append(block)
             previous = block
         return run
+
+    def extend(
+        self, run: list[Block], keys: Sequence[Key], shard: int, fingerprint: bytes | None = None
+    ) -> None:
+        """Lengthen `run`, a result of `run`, by what pulls are bringing, and by what is here behind that."""
+        blocks = self.shards.get(shard)
+        if not blocks:
+            return
+        previous = run[-1] if run else None
+        for key in keys[len(run) :]:
+            block = blocks.get(key)
+            if block is None or (block.pull is None and block.state != RESIDENT):
+                return
+            if previous is not None:
+                if block.parent is not previous:
+                    return
+            elif block.orphan or (fingerprint is not None and block.shape.fingerprint != fingerprint):
+                return
+            run.append(block)
+            previous = block
 
     def touch(self, run: Sequence[Block]) -> None:
         """An access to blocks that are guarded, as `Policy` expects."""
@@ -120,6 +148,8 @@ class Forest:
             pool = block.pool()
             if block.orphan:
                 pool.orphans[block] = None
+            elif block.replica:
+                pool.replicas.add(block.id, block.last)
             else:
                 pool.policy.add(block.id, block.last)
         elif block.state == GHOST:
@@ -127,10 +157,13 @@ class Forest:
 
     def _withdraw(self, block: Block) -> None:
         block.candidate = False
+        pool = block.pool()
         if block.orphan:
-            del block.pool().orphans[block]
+            del pool.orphans[block]
+        elif block.replica:
+            pool.replicas.withdraw(block.id)
         else:
-            block.pool().policy.withdraw(block.id)
+            pool.policy.withdraw(block.id)
 
     # ---- coming and going
 
@@ -155,32 +188,56 @@ class Forest:
         return block
 
     def commit(self, block: Block, checksum: bytes) -> None:
-        """A pending block becomes visible; the caller touches it before the next event."""
+        """A pending block becomes visible; the caller touches it before the next event.
+
+        One that a pull has brought becomes a replica, whose bytes have just been verified.
+        """
         assert block.state == PENDING
         block.checksum = checksum
         block.state = RESIDENT
-        block.verified = block.verifying = False
+        block.verified = block.replica = block.pull is not None
+        block.verifying = False
+        block.pull = None
         tier = block.pool().tier
         tier.reserved_bytes -= block.shape.slot_bytes
         tier.resident_bytes += block.shape.slot_bytes
         tier.blocks += 1
+        if self.publishes:
+            self.added.setdefault(tier.spec.kind, []).append(block.id)
+            self.published += 1
+        if block.replica:
+            tier.replica_bytes += block.shape.slot_bytes
+            return
         self.unverified.append(block)
         if len(self.unverified) > 2 * tier.blocks + _UNVERIFIED_SLACK:
             self.unverified = deque(dict.fromkeys(b for b in self.unverified if b.state == RESIDENT))
+
+    def own(self, block: Block) -> None:
+        """A guarded replica is an ordinary block from now on."""
+        assert block.replica
+        assert block.guards
+        block.replica = False
+        block.pool().tier.replica_bytes -= block.shape.slot_bytes
 
     def lose(self, block: Block) -> Place:
         """Take a block out of its slot, whatever refers to it; the caller frees or keeps the slot."""
         extent, index = block.extent, block.index
         assert extent is not None
-        tier = block.pool().tier
+        pool = block.pool()
+        tier = pool.tier
         slot_bytes = block.shape.slot_bytes
         if block.candidate and block.orphan:
             self._withdraw(block)
         block.candidate = False
         if block.state == RESIDENT:
-            block.pool().policy.forget(block.id)
+            (pool.replicas if block.replica else pool.policy).forget(block.id)
             tier.resident_bytes -= slot_bytes
             tier.blocks -= 1
+            if block.replica:
+                tier.replica_bytes -= slot_bytes
+            if self.publishes:
+                self.removed.setdefault(tier.spec.kind, []).append(block.id)
+                self.published -= 1
         else:
             tier.reserved_bytes -= slot_bytes
         if block.guards:
@@ -189,7 +246,8 @@ class Forest:
         extent.blocks[index] = None
         block.extent = None
         block.state = GHOST
-        block.orphan = False
+        block.orphan = block.replica = False
+        block.pull = None
         block.checksum = b""
         if block.first_child is not None:
             self._mark_below(block, orphan=True)

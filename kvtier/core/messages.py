@@ -206,8 +206,9 @@ class Tick:
 class Located:
     """Answer to `Find`: where the index knows the tail of `lookup`; answered by a new `Offered`.
 
-    Only places that count: of nodes that live, in their present incarnation, not this node, and not one
-    that keeps failing. ``places[shard][i]`` belongs to ``lookup.keys[first + i]``.
+    Refused where the request was released, loaded or asked anew meanwhile. Only places that count: of nodes
+    that live, in their present incarnation, not this node, and not one that keeps failing.
+    ``places[shard][i]`` belongs to ``lookup.keys[first + i]``.
     """
 
     lookup: Lookup

@@ -145,6 +145,9 @@ class Reservations:
             slots.append(slot)
             above = block
         self._residency.touch(present)
+        for block in present:
+            if block.replica:  # this node's engines make it themselves: it is worth as much as any other
+                self._residency.own(block)
         rest = len(event.keys) - len(states)
         return states + [ReserveState.REFUSED] * rest, slots + [None] * rest
 

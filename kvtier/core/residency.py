@@ -8,6 +8,7 @@ from kvtier.core.blocks import RESIDENT, Block
 from kvtier.core.config import TierSpec
 from kvtier.core.extents import Extent, Place, Pool, TierMap
 from kvtier.core.forest import Forest
+from kvtier.core.messages import Publish
 from kvtier.core.stats import Counters
 from kvtier.interfaces import Policy
 from kvtier.types import Key, Slot, TierKind
@@ -16,8 +17,15 @@ from kvtier.types import Key, Slot, TierKind
 class Residency(Forest):
     """All blocks and tiers of a node; the only writer of `Block`, `Extent` and `Pool`."""
 
-    def __init__(self, specs: Sequence[TierSpec], policy: Callable[[], Policy], counters: Counters) -> None:
-        super().__init__(specs, policy)
+    def __init__(
+        self,
+        specs: Sequence[TierSpec],
+        policy: Callable[[], Policy],
+        counters: Counters,
+        *,
+        publishes: bool = False,
+    ) -> None:
+        super().__init__(specs, policy, publishes=publishes)
         self.drops: dict[TierKind, list[Slot]] = {}
         self._counters = counters
 
@@ -68,6 +76,13 @@ class Residency(Forest):
         extent.pool.tier.quarantined_bytes -= extent.pool.slot_bytes
         self.free(place)
 
+    def changes(self) -> list[Publish]:
+        """What has become visible and what is gone since the last call, for the index."""
+        kinds = sorted(self.added.keys() | self.removed.keys())
+        changes = [Publish(kind, self.added.get(kind, []), self.removed.get(kind, [])) for kind in kinds]
+        self.added, self.removed = {}, {}
+        return changes
+
     # ---- eviction
 
     def evict(self, block: Block) -> None:
@@ -105,8 +120,9 @@ class Residency(Forest):
     def make_room(self, tier: TierMap, pool: Pool, wanted: int) -> None:
         """Get `wanted` slots of this size free or draining, as far as guards allow.
 
-        In this order: a free extent; orphans of this size; then whichever was used longest ago, this
-        size's victim or a whole extent of another size, so that a size nobody uses any more gives way.
+        In this order: a free extent; orphans of this size; replicas of this size; then whichever was used
+        longest ago, this size's victim or a whole extent of another size, so that a size nobody uses any
+        more gives way.
         """
         others: list[Extent] | None = None
         coming = pool.draining
@@ -118,7 +134,10 @@ class Residency(Forest):
             if pool.orphans:
                 coming += self._evict_for(tier, next(iter(pool.orphans)))
                 continue
-            victim = self._victim(pool)
+            if (replica := self._victim(pool.replicas)) is not None:
+                coming += self._evict_for(tier, replica)
+                continue
+            victim = self._victim(pool.policy)
             if others is None:
                 others = tier.coldest_first(pool)
             while others and others[-1].pool in (None, pool):
@@ -130,8 +149,8 @@ class Residency(Forest):
             else:
                 return
 
-    def _victim(self, pool: Pool) -> Block | None:
-        id = pool.policy.victim()
+    def _victim(self, policy: Policy) -> Block | None:
+        id = policy.victim()
         return None if id is None else self.shards[id.shard][id.key]
 
     def _evict_for(self, tier: TierMap, victim: Block) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvtier.types import BlockId, Slot, TierKind
 
@@ -46,6 +46,7 @@ class TierStats:
     leased_bytes: int
     pinned_bytes: int
     blocks: int
+    replica_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,18 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerStats:
+    """What the core has learnt of one node by pulling from it; `running` pulls it has now."""
+
+    node: str
+    bytes_per_s: float
+    round_trip_s: float
+    running: int
+    pulled_blocks: int
+    failed_pulls: int
+
+
+@dataclass(frozen=True, slots=True)
 class CoreStats:
     """One consistent picture."""
 
@@ -73,11 +86,15 @@ class CoreStats:
     holds: int
     leases: int
     pins: int
+    pulls: int = 0
+    peers: list[PeerStats] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """Where one shard of ``keys[index]`` lies; `leases` that protect it directly, and whether a pin does."""
+    """Where one shard of ``keys[index]`` lies; `leases` that protect it directly, whether a pin does, and
+    whether it is a replica.
+    """
 
     index: int
     block: BlockId
@@ -85,3 +102,4 @@ class BlockPlace:
     slot: Slot
     leases: int
     pinned: bool
+    replica: bool = False

@@ -8,6 +8,7 @@ from kvtier.core.blocks import RESIDENT, Block
 from kvtier.core.config import CoreConfig
 from kvtier.core.leases import Leases
 from kvtier.core.messages import Instruction, Lost, Verified, Verify
+from kvtier.core.pins import Pins
 from kvtier.core.residency import Residency
 from kvtier.core.stats import Counters
 from kvtier.types import Key
@@ -16,10 +17,13 @@ from kvtier.types import Key
 class Verifies:
     """Verifications in flight; each guards its block, and a block has at most one."""
 
-    def __init__(self, config: CoreConfig, residency: Residency, leases: Leases, counters: Counters) -> None:
+    def __init__(
+        self, config: CoreConfig, residency: Residency, leases: Leases, pins: Pins, counters: Counters
+    ) -> None:
         self._config = config
         self._residency = residency
         self._leases = leases
+        self._pins = pins
         self._counters = counters
         self.in_flight: dict[int, Block] = {}
 
@@ -48,6 +52,7 @@ class Verifies:
             return []
         self._counters.corrupt_blocks += 1
         self._leases.block_lost(block)
+        self._pins.block_lost(block)
         self._residency.free(self._residency.lose(block))
         return [Lost([block.id], "corrupt")]
 

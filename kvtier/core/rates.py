@@ -1,0 +1,166 @@
+"""How fast each peer gives: measured by the pulls themselves, and believed for the next ones."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from kvtier.core.config import CoreConfig
+from kvtier.core.stats import PeerStats
+
+FORGIVEN_AFTER_S: Final = 60.0
+MAX_FAILURES: Final = 4
+MAX_SOURCES: Final = 4096
+"""Peers that are remembered; beyond it one that was asked longest ago and gives nothing now goes."""
+_WEIGHT: Final = 0.2
+_MAX_CHANGE: Final = 4.0
+_MEASURED_FROM_BYTES: Final = 1 << 20
+
+
+class Source:
+    """One peer as a source of blocks.
+
+    What it gives is measured over all its pulls together, since they share its way: the bytes that arrived
+    in a window during which at least one of them ran. A window begins with an arrival, so that the round trip
+    before the first bytes is not in it; that is measured by pulls that had the peer for themselves.
+
+    Attributes
+    ----------
+    s_per_byte, round_trip_s
+        Moving averages; one measurement changes the first by at most a factor of `_MAX_CHANGE`.
+    failures
+        Pulls that failed since the last that did not; each halves what is expected, for a while.
+    running, outstanding_bytes
+        Its pulls, and what they have yet to bring.
+    """
+
+    __slots__ = (
+        "_failed_s",
+        "_window_bytes",
+        "_window_from_s",
+        "failed_pulls",
+        "failures",
+        "node",
+        "outstanding_bytes",
+        "pulled_blocks",
+        "round_trip_s",
+        "running",
+        "s_per_byte",
+    )
+
+    def __init__(self, node: str, bytes_per_s: float, round_trip_s: float) -> None:
+        self.node = node
+        self.s_per_byte = 1 / bytes_per_s
+        self.round_trip_s = round_trip_s
+        self.failures = 0
+        self.running = 0
+        self.outstanding_bytes = 0
+        self.pulled_blocks = 0
+        self.failed_pulls = 0
+        self._failed_s = 0.0
+        self._window_from_s: float | None = None
+        self._window_bytes = 0
+
+    def seconds(self, more_bytes: int, now_s: float) -> float:
+        """Until all that it has yet to bring is here, and `more_bytes` too."""
+        return self.round_trip_s + self.transfer_s(more_bytes, now_s)
+
+    def transfer_s(self, more_bytes: int, now_s: float) -> float:
+        """The same without the round trip: where the first bytes are here already."""
+        failures = self.failures if now_s < self._failed_s + FORGIVEN_AFTER_S else 0
+        return (self.outstanding_bytes + more_bytes) * self.s_per_byte * (1 << failures)
+
+    # ---- what pulls tell
+
+    def started(self, size_bytes: int) -> None:
+        """A pull of so many bytes begins."""
+        self.running += 1
+        self.outstanding_bytes += size_bytes
+
+    def first_arrived(self, size_bytes: int, took_s: float, now_s: float, *, alone: bool) -> None:
+        """The first bytes of a pull, which had the peer for itself if `alone`."""
+        expected_s = size_bytes * self.s_per_byte
+        if alone:
+            self.round_trip_s += _WEIGHT * (max(0.0, took_s - expected_s) - self.round_trip_s)
+        if took_s < expected_s:
+            self._learn(size_bytes, took_s)
+        self._count(size_bytes, now_s)
+
+    def arrived(self, size_bytes: int, now_s: float) -> None:
+        """Further bytes of a pull."""
+        self._count(size_bytes, now_s)
+
+    def ended(self, missing_bytes: int, blocks: int, now_s: float, *, failed: bool, useless: bool) -> None:
+        """A pull is over: it brought `blocks` (none: `useless`), and `missing_bytes` will not come."""
+        self.running -= 1
+        self.outstanding_bytes -= missing_bytes
+        self.pulled_blocks += blocks
+        self.failed_pulls += failed
+        if failed or useless:
+            if now_s >= self._failed_s + FORGIVEN_AFTER_S:
+                self.failures = 0
+            self.failures = min(self.failures + 1, MAX_FAILURES)
+            self._failed_s = now_s
+        else:
+            self.failures = 0
+        if not self.running:
+            self._close(now_s)
+            self._window_from_s = None
+
+    def stats(self) -> PeerStats:
+        """A copy of its figures."""
+        return PeerStats(
+            self.node,
+            1 / self.s_per_byte,
+            self.round_trip_s,
+            self.running,
+            self.pulled_blocks,
+            self.failed_pulls,
+        )
+
+    def _count(self, size_bytes: int, now_s: float) -> None:
+        self.outstanding_bytes -= size_bytes
+        if self._window_from_s is None:
+            self._window_from_s = now_s
+            self._window_bytes = 0
+            return
+        self._window_bytes += size_bytes
+        self._close(now_s)
+
+    def _close(self, now_s: float) -> None:
+        if self._window_from_s is None or self._window_bytes < _MEASURED_FROM_BYTES:
+            return
+        self._learn(self._window_bytes, now_s - self._window_from_s)
+        self._window_from_s = now_s
+        self._window_bytes = 0
+
+    def _learn(self, size_bytes: int, took_s: float) -> None:
+        if size_bytes < _MEASURED_FROM_BYTES or took_s <= 0:
+            return
+        known = self.s_per_byte
+        # One batch that waited in a queue, or two that were reported together, must not spoil the average.
+        seen = min(max(took_s / size_bytes, known / _MAX_CHANGE), known * _MAX_CHANGE)
+        self.s_per_byte = known + _WEIGHT * (seen - known)
+
+
+class Sources:
+    """All peers that this node has pulled from, bounded."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self._config = config
+        self.by_node: OrderedDict[str, Source] = OrderedDict()
+
+    def known(self, node: str) -> Source:
+        """The peer; a new one, which is not remembered yet, is believed to be as configured."""
+        source = self.by_node.get(node)
+        if source is None:
+            source = Source(node, self._config.pull_bytes_per_s, self._config.pull_overhead_s)
+        return source
+
+    def use(self, source: Source) -> None:
+        """A pull from it begins: remember it."""
+        self.by_node[source.node] = source
+        self.by_node.move_to_end(source.node)
+        if len(self.by_node) > MAX_SOURCES:
+            for node in [node for node, its in self.by_node.items() if not its.running][:1]:
+                del self.by_node[node]
