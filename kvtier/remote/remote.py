@@ -98,7 +98,6 @@ class Remote:
         self.transfers = transfers
         self.unusable: Mapping[str, str] = {} if unusable is None else unusable
         self.peer_address = ""
-        self.notices: list[str] = []
         self.fenced: asyncio.Future[Fenced] = asyncio.get_running_loop().create_future()
         self._puller = puller
         self._open_transfers = open_transfers
@@ -107,6 +106,7 @@ class Remote:
         self._metrics = metrics
         self._clock = clock
         self._announced = ""
+        self._open_error = ""
         self._record = life.record
         self.membership = Membership(
             index,
@@ -202,17 +202,14 @@ class Remote:
                 await self.index.open()
             except KvtierError as error:
                 self._count_fault("open")
-                self._notice(f"the index does not work, other nodes are not seen: {error}")
+                if str(error) != self._open_error:
+                    log.warning("the index cannot be opened: this node keeps trying", error=str(error))
+                self._open_error = str(error)
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
             else:
                 self._is_open = True
-                self.notices.clear()
-
-    def _notice(self, text: str) -> None:
-        if self.notices != [text]:
-            log.warning(text)
-            self.notices[:] = [text]
+                self._open_error = ""
 
     def _fenced(self, error: Fenced) -> None:
         if not self.fenced.done():
@@ -307,6 +304,12 @@ class Remote:
         if not self._config.index.strip():
             return PRIVATE_INDEX
         return str(getattr(self.index, "address", self.index.name))
+
+    @property
+    def notices(self) -> list[str]:
+        """What an operator should know."""
+        error = self._open_error or self.membership.last_error
+        return [f"the index does not work, so other nodes are not seen: {error}"] if error else []
 
     @property
     def index_up(self) -> bool:
