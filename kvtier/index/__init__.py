@@ -32,6 +32,10 @@ class Credentials(CredentialProvider):
             password = read_password(self._password_file)
         return (self._user, password) if self._user else (password,)
 
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        """The same: the file is tiny."""
+        return self.get_credentials()
+
 
 def read_password(path: Path) -> str:
     """The password in a file, without the line's end; raises `ConfigError`, which does not show it."""

@@ -19,7 +19,9 @@ _ALLOWED: Final = (
 )
 _SCHEMES: Final = {"": "single", "+sentinel": "sentinel", "+cluster": "cluster"}
 _URL: Final = re.compile(r"redis(?P<tls>s?)(?P<kind>|\+sentinel|\+cluster)://(?P<rest>.*)", re.DOTALL)
-_HOST: Final = re.compile(r"(?P<host>[\w.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?")
+_HOST: Final = re.compile(
+    r"(?P<host>[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?"
+)
 _MASTER: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 

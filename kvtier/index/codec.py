@@ -65,6 +65,10 @@ class Keys:
         heads, shards = self.heads, _SHARDS
         return [heads[key[0] & 63] + key[:16] + shards[shard] for key, shard in blocks]
 
+    def one_of_each_tag(self) -> list[bytes]:
+        """Keys that lie everywhere in a Cluster, of blocks that nobody has."""
+        return [head + bytes(18) for head in self.heads]
+
     def node(self, node: str) -> list[bytes]:
         """Owner, record and list: what the scripts on nodes are given."""
         return [f"{self._nodes}owner:{node}".encode(), self.record(node), self.nodes()]

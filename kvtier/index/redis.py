@@ -15,7 +15,14 @@ from contextlib import asynccontextmanager
 from typing import Any, ClassVar, Final
 
 from redis.credentials import CredentialProvider
-from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    ClusterCrossSlotError,
+    MovedError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
 
 from kvtier.config import Config
 from kvtier.errors import ConfigError, Fenced, IndexFault
@@ -104,6 +111,8 @@ class RedisIndex(Index):
         try:
             async with self._bounded("open", CALL_TIMEOUT_S, is_opening=True):
                 await self._list()
+                if not self._servers.by_slot:  # where it is one of a Cluster, this says so
+                    await self._exchange([Request(0, pack_mget(self._keys.one_of_each_tag()))])
         except BaseException:
             await self.close()
             raise
@@ -295,7 +304,7 @@ class RedisIndex(Index):
             raise IndexFault(f"{where} cannot be used ({operation}): {error}") from None
         except TimeoutError:
             raise IndexFault(f"{where} did not answer within {timeout_s:g} s ({operation})") from None
-        except (RedisError, OSError, ValueError, TypeError, RecursionError) as error:
+        except (RedisError, OSError, ValueError, TypeError, RecursionError, MemoryError) as error:
             text = self._text(error)
             todo = _todo(error, text) if is_opening else ""
             if todo:
@@ -338,7 +347,7 @@ def _todo(error: BaseException, text: str) -> str:
         return "set index_user and index_password_file to what the server knows"
     if isinstance(error, NoPermissionError) or text.startswith("NOPERM"):
         return "allow the user the keys of index_prefix and the commands +@read +@write +@scripting +time"
-    if text.startswith(("MOVED", "CROSSSLOT")):
+    if isinstance(error, MovedError | ClusterCrossSlotError):
         return "it belongs to a Cluster: write redis+cluster://"
     if "cluster support disabled" in text:
         return "it belongs to no Cluster: write redis://"
