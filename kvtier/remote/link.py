@@ -99,6 +99,8 @@ class PeerLink:
     ----------
     is_reached
         Whether it ever answered.
+    transfer
+        By which bytes came from it last; empty until some have.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class PeerLink:
         self.record = record
         self.breaker = Breaker(clock)
         self.is_reached = False
+        self.transfer = ""
         self._me = me
         self._config = config
         self._tls = tls
@@ -328,6 +331,7 @@ class PeerLink:
         if self._is_closed:
             return
         self._is_closed = True
+        self._peer = None
         ending = list(self._ending)
         if ending:
             await asyncio.wait(ending, timeout=CLOSE_GRACE_S)

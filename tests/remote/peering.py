@@ -111,12 +111,16 @@ class Owner:
     """A node that has blocks, and serves peers."""
 
     def __init__(
-        self, config: Config, incarnation: int = 7, node_id: str = OWNER_ID, transfers: Sequence[Transfer] = ()
+        self,
+        config: Config,
+        incarnation: int = 7,
+        node_id: str = OWNER_ID,
+        transfers: Sequence[Transfer] = (),
     ) -> None:
         self.config = config
         self.identity = Identity(node_id, incarnation, lock_fd=-1)
         self.arena = arena_of(config, self.identity)
-        self.transfers: list[Transfer] = list(transfers) or [StreamTransfer(_nobody)]
+        self.transfers: list[Transfer] = list(transfers) or [StreamTransfer(_nobody, PULLER_ID)]
         self.engine = f"engine-{os.getpid()}-{incarnation}"
         self.lock_fd = -1
 
@@ -217,7 +221,7 @@ class Asker:
         self.arena = arena_of(config, Identity(PULLER_ID, 3, lock_fd=-1))
         self.transfers: list[Transfer] = []
         self.peers = Peers((PULLER_ID, 3), config, self.transfers, clock)
-        self.stream = StreamTransfer(self.peers.channel_of)
+        self.stream = StreamTransfer(self.peers.channel_of, PULLER_ID)
         self.transfers += bend(self.stream)
         self.metrics = Metrics()
         self.hasher = Hasher({TierKind.DRAM: self.arena})
@@ -291,7 +295,7 @@ class Asker:
 
 def offer(name: str) -> Bent:
     """What an owner offers under `name`: it only lets itself be read from."""
-    return Bent(StreamTransfer(_nobody), name)
+    return Bent(StreamTransfer(_nobody, PULLER_ID), name)
 
 
 class Bent(Transfer):
@@ -374,6 +378,7 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self.passed_bytes = 0
         self.hole_after_bytes = 1 << 60
+        self.delay_back_s = 0.0  # of what the target answers
 
     async def start(self) -> str:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -404,7 +409,7 @@ class Proxy:
         try:
             await self._passes.wait()
             far_reader, far_writer = await asyncio.open_connection(*self._target)
-            await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+            await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer, is_back=True))
         except (OSError, asyncio.CancelledError):
             pass
         finally:
@@ -412,12 +417,16 @@ class Proxy:
                 if its is not None:
                     its.close()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_back: bool = False
+    ) -> None:
         while data := await reader.read(16 << 10):
             self.passed_bytes += len(data)
             if self.passed_bytes > self.hole_after_bytes:
                 self.swallow()
             await self._passes.wait()
+            if is_back and self.delay_back_s:
+                await asyncio.sleep(self.delay_back_s)
             writer.write(data)
             await writer.drain()
         writer.close()

@@ -196,7 +196,9 @@ async def test_a_wrong_block_ends_the_pull_and_the_owner_checks_it(
     assert len(owner.node.places(KEYS)) == len(KEYS), "the owner found its own bytes right"
 
 
-async def test_bytes_that_are_wrong_at_the_owner_are_gone_there_afterwards(owner: Owner, asker: Asker) -> None:
+async def test_bytes_that_are_wrong_at_the_owner_are_gone_there_afterwards(
+    owner: Owner, asker: Asker
+) -> None:
     knows(asker, owner)
     owner.arena.view(owner.slot(KEYS[20]))[77] ^= 0x10
     assert await asker.pull(owner.record(), KEYS) == (20, pulls.CORRUPT)
@@ -327,9 +329,7 @@ async def test_a_fault_after_some_blocks_keeps_them(owner: Owner, bent: tuple[As
     await all_given_back(owner)
 
 
-async def test_no_transfer_in_common(
-    make_owner: Callable[..., Awaitable[Owner]], asker: Asker
-) -> None:
+async def test_no_transfer_in_common(make_owner: Callable[..., Awaitable[Owner]], asker: Asker) -> None:
     owner = await make_owner(transfers=[offer("pigeon")])
     await owner.store(KEYS)
     knows(asker, owner)
