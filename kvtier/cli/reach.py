@@ -24,8 +24,31 @@ _ID_DIGITS: Final = 12
 
 def network_findings(config: Config, peers: Sequence[str]) -> list[Finding]:
     """Of the index, where one is named (the private one has a probe of its own), and of every peer."""
-    found = [index_finding(config)] if config.index else []
+    found = [index_finding(config), own_finding(config)] if config.index else []
     return found + [peer_finding(config, peer) for peer in peers]
+
+
+def own_finding(config: Config) -> Finding:
+    """Whether other nodes can call this one with what is configured."""
+    from kvtier.remote.tls import join
+    from kvtier.server.peer_app import check
+
+    if config.index == "none":
+        return finding("peers", DEGRADED, "without an index there are none", "set KVTIER_INDEX to its URL")
+    if config.peer_port < 0:
+        return finding("peers", DEGRADED, "peer_port is -1: this node shares nothing", "set KVTIER_PEER_PORT")
+    try:
+        credentials = check(config)
+    except ConfigError as error:
+        todo = "see `kvtier serve --help` for --peer-host, --peer-address, --tls-... and --insecure"
+        return finding("peers", MISSING, str(error), todo, needed=True)
+    where = config.peer_address or join(config.peer_host, config.peer_port)
+    if credentials is not None:
+        return finding("peers", OK, f"reach this node at {where}, with certificates of the configured CA")
+    if config.insecure:
+        todo = "set KVTIER_TLS_CERT_FILE, KVTIER_TLS_KEY_FILE and KVTIER_TLS_CA_FILE, and drop --insecure"
+        return finding("peers", DEGRADED, f"{where}: whoever reaches it can read what is cached", todo)
+    return finding("peers", OK, f"reach this node at {where}, on this machine only")
 
 
 def index_finding(config: Config) -> Finding:

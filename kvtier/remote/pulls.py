@@ -160,6 +160,7 @@ class Puller:
         while True:
             try:
                 await self._stream(job, transfer, peer, acquired)
+                link.transfer = transfer.name
                 return
             except TransferFault as error:
                 if job.arrived:

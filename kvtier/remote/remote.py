@@ -53,12 +53,15 @@ class NodeView:
         ``up``, ``failing`` (calls to it fail: it is not asked for a while) or ``unreached`` (not tried yet).
     last_error
         Of the last call that failed; empty where the last one did not.
+    transfer
+        By which bytes came from it last; empty until some have.
     """
 
     record: NodeRecord
     is_self: bool
     state: str
     last_error: str = ""
+    transfer: str = ""
 
 
 class Remote:
@@ -332,7 +335,7 @@ class Remote:
         link = self.peers.get(record.node)
         if link is None:
             return NodeView(record, False, "unreached")
-        return NodeView(record, False, _state(link, self._clock()), link.last_error)
+        return NodeView(record, False, _state(link, self._clock()), link.last_error, link.transfer)
 
     async def places(self, blocks: Sequence[BlockId]) -> list[tuple[Location, ...]]:
         """What the index says of these blocks, of nodes that live, this one left out.

@@ -7,16 +7,22 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvtier import logs
+from kvtier.core.stats import PeerStats
 from kvtier.errors import InvalidRequest, KvtierError, UnknownId
 from kvtier.index.address import redact
 from kvtier.node import Node
-from kvtier.remote.remote import NO_INDEX, PRIVATE_INDEX, NodeView, Remote
+from kvtier.remote.remote import NO_INDEX, NodeView, Remote
 from kvtier.server.wire import MAX_DESCRIPTION_CHARS
 from kvtier.types import MAX_SHARDS, BlockId, Key, Location
 from kvtier.v1 import admin_pb2 as pb
 
 PLACES_TIMEOUT_S: Final = 2.0
 """An operator waits so long for the index; then only what is here is shown."""
+
+_DETAILS: Final = {
+    "nixl": "one-sided reads by UCX: RDMA, shared memory or TCP, whatever both nodes have",
+    "stream": "gRPC on the connection to the peer",
+}
 
 log = logs.get("admin")
 
@@ -25,14 +31,20 @@ def fill_status(status: pb.GetStatusResponse, node: Node) -> None:
     """The fields of a status that concern other nodes."""
     remote = node.remote
     if remote is None:
-        status.index = NO_INDEX if node.config.index else PRIVATE_INDEX
+        status.index = NO_INDEX
         status.index_reachable = True
         return
     status.index = redact(node.config.index) if node.config.index else remote.index_text
     status.index_reachable = remote.index_up
     status.unpublished = remote.publisher.unpublished
     status.peer_address = remote.peer_address
-    status.transfers.extend(pb.TransferStatus(name=each.name, usable=True) for each in remote.transfers)
+    status.transfers.extend(
+        pb.TransferStatus(name=each.name, usable=True, detail=_DETAILS.get(each.name, ""))
+        for each in remote.transfers
+    )
+    status.transfers.extend(
+        pb.TransferStatus(name=name, usable=False, detail=why) for name, why in remote.unusable.items()
+    )
     status.notices.extend(remote.notices)
 
 
@@ -40,7 +52,8 @@ def list_nodes(node: Node) -> list[pb.NodeStatus]:
     """This node, then every other one that lives."""
     if node.remote is None:
         return [_alone(node)]
-    return [_status(view) for view in node.remote.nodes()]
+    peers = {peer.node: peer for peer in node.stats().peers}
+    return [_status(view, peers.get(view.record.node)) for view in node.remote.nodes()]
 
 
 def get_node(node: Node, name: str) -> pb.NodeStatus:
@@ -82,9 +95,9 @@ def _alone(node: Node) -> pb.NodeStatus:
     )
 
 
-def _status(view: NodeView) -> pb.NodeStatus:
+def _status(view: NodeView, peer: PeerStats | None) -> pb.NodeStatus:
     record = view.record
-    return pb.NodeStatus(
+    status = pb.NodeStatus(
         node_id=record.node,
         name=record.name,
         incarnation=record.incarnation,
@@ -94,8 +107,15 @@ def _status(view: NodeView) -> pb.NodeStatus:
         resident_bytes=record.resident_bytes,
         load=record.load,
         state=view.state,
+        transfer=view.transfer,
         last_error=view.last_error,
     )
+    if peer is not None:
+        status.pull_bytes_per_s = peer.bytes_per_s
+        status.round_trip_s = peer.round_trip_s
+        status.pulled_blocks = peer.pulled_blocks
+        status.failed_pulls = peer.failed_pulls
+    return status
 
 
 async def hints(remote: Remote, keys: Sequence[Key], shards: int) -> list[pb.BlockPlace]:

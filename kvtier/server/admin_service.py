@@ -113,6 +113,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             size_bytes=place.slot.size_bytes,
             pinned=place.pinned,
             leases=place.leases,
+            replica=place.replica,
         )
 
     def _tier(self, stats: TierStats) -> pb.TierStatus:
