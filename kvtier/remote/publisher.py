@@ -100,6 +100,8 @@ class Publisher:
 
     def remove(self, blocks: Sequence[BlockId]) -> None:
         """These blocks are gone."""
+        if not blocks:
+            return
         for block in blocks:
             self._added.pop(block, None)
             self._removed[block] = None

@@ -33,6 +33,8 @@ FIND_GROWTH: Final = 4
 """A lookup asks the index for few keys first, then for so many times as many: most tails are nowhere."""
 MAX_FIND_BLOCKS: Final = 4096
 """Blocks in one question to the index, all shards together."""
+MAX_DENIED_BLOCKS: Final = 1024
+"""Of one call of a peer; and no call is listened to while so many changes wait for the index."""
 FIRST_RETRY_S: Final = 0.25
 MAX_RETRY_S: Final = 5.0
 PRIVATE_INDEX: Final = "private: other nodes cannot see this one"
@@ -295,8 +297,10 @@ class Remote:
 
     def deny(self, blocks: Sequence[BlockId]) -> None:
         """A peer asked for blocks that are not here: the index is told, in case it said they were."""
-        gone = [block for block in blocks if self._holdings.tier_of(block) is None]
-        if gone:
+        if (
+            self.publisher.unpublished < MAX_DENIED_BLOCKS
+        ):  # whoever asks for nonsense must not fill the queue
+            gone = [block for block in blocks[:MAX_DENIED_BLOCKS] if self._holdings.tier_of(block) is None]
             self.publisher.remove(gone)
 
     # ---- for operators
