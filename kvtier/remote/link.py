@@ -204,7 +204,13 @@ class PeerLink:
             corrupt_keys=pack_keys(corrupt_keys),
             shard=shard,
         )
-        return bool((await self._call("ReleaseLease", request, timeout_s)).valid)
+        try:
+            answer = await self._send("ReleaseLease", request, timeout_s)
+        except UnknownId:  # so long over that the peer has forgotten it
+            return False
+        except KvtierError as error:
+            raise self._fault(error) from error.__cause__
+        return bool(answer.valid)
 
     def end(self, lease: int, shard: int, corrupt_keys: Sequence[Key] = ()) -> None:
         """Begin to give a lease back: nobody has to wait for it, and no cancellation stops it."""

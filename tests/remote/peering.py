@@ -522,8 +522,9 @@ def certificates(directory: Path, name: str = "peer", ca: Path | None = None) ->
     authority = ca or directory
     if ca is None:
         _openssl(
-            "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-            "-keyout", directory / "ca.key", "-out", directory / "ca.pem", "-subj", "/CN=test ca",
+            "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+            "-days", "2", "-keyout", directory / "ca.key", "-out", directory / "ca.pem",
+            "-subj", "/CN=test ca",
         )  # fmt: skip
     _openssl(
         "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
