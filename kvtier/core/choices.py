@@ -98,7 +98,7 @@ class Tail:
         best: Segment | None = None
         best_score = 0.0
         for (node, incarnation), end in _runs(self.missing[shard], places, at - self.begin).items():
-            source = known.setdefault(node, sources.known(node))
+            source = known.setdefault(node, sources.known(node, incarnation))
             size_bytes = end * self.block_bytes
             rate = size_bytes / source.seconds(planned.get(node, 0) + size_bytes, now_s)
             if end * rate > best_score:

@@ -33,6 +33,7 @@ class PullEntry:
 
     id: int
     source: Source
+    incarnation: int
     blocks: list[Block]
     block_bytes: int
     since_s: float
@@ -219,7 +220,9 @@ class Pulls:
         places: list[Place] = pool.allocate(len(keys))
         above = self._residency.get(lookup.keys[segment.begin - 1], segment.shard) if segment.begin else None
         source = segment.source
-        entry = PullEntry(id, source, [], shape.block_bytes, now_s, alone=not source.running)
+        entry = PullEntry(
+            id, source, segment.incarnation, [], shape.block_bytes, now_s, alone=not source.running
+        )
         for key, place in zip(keys, places, strict=True):
             above = self._residency.admit(BlockId(key, segment.shard), above, shape, place)
             above.pull = entry
@@ -264,9 +267,9 @@ class Pulls:
         entry.source.ended(
             len(rest) * entry.block_bytes,
             entry.arrived,
+            entry.incarnation,
             now_s,
             failed=bool(event.fault),
-            useless=not entry.arrived,
         )
         self._counters.failed_pulls += bool(event.fault)
         if not rest:

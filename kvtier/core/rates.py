@@ -8,8 +8,8 @@ from typing import Final
 from kvtier.core.config import CoreConfig
 from kvtier.core.stats import PeerStats
 
-FORGIVEN_AFTER_S: Final = 60.0
-MAX_FAILURES: Final = 4
+FORGIVEN_AFTER_S: Final = 20.0
+MAX_FAILURES: Final = 3
 MAX_SOURCES: Final = 4096
 """Peers that are remembered; beyond it one that was asked longest ago and gives nothing now goes."""
 _WEIGHT: Final = 0.2
@@ -29,7 +29,8 @@ class Source:
     s_per_byte, round_trip_s
         Moving averages; one measurement changes the first by at most a factor of `_MAX_CHANGE`.
     failures
-        Pulls that failed since the last that did not; each halves what is expected, for a while.
+        Pulls of this incarnation that failed since the last that did not; each doubles the time that is
+        expected, for a while.
     running, outstanding_bytes
         Its pulls, and what they have yet to bring.
     """
@@ -40,6 +41,7 @@ class Source:
         "_window_from_s",
         "failed_pulls",
         "failures",
+        "incarnation",
         "node",
         "outstanding_bytes",
         "pulled_blocks",
@@ -50,6 +52,7 @@ class Source:
 
     def __init__(self, node: str, bytes_per_s: float, round_trip_s: float) -> None:
         self.node = node
+        self.incarnation = 0
         self.s_per_byte = 1 / bytes_per_s
         self.round_trip_s = round_trip_s
         self.failures = 0
@@ -63,12 +66,15 @@ class Source:
 
     def seconds(self, more_bytes: int, now_s: float) -> float:
         """Until all that it has yet to bring is here, and `more_bytes` too."""
-        return self.round_trip_s + self.transfer_s(more_bytes, now_s)
+        return self.round_trip_s * self._doubt(now_s) + self.transfer_s(more_bytes, now_s)
 
     def transfer_s(self, more_bytes: int, now_s: float) -> float:
         """The same without the round trip: where the first bytes are here already."""
-        failures = self.failures if now_s < self._failed_s + FORGIVEN_AFTER_S else 0
-        return (self.outstanding_bytes + more_bytes) * self.s_per_byte * (1 << failures)
+        return (self.outstanding_bytes + more_bytes) * self.s_per_byte * self._doubt(now_s)
+
+    def _doubt(self, now_s: float) -> int:
+        """How many times longer it is believed to take since it failed."""
+        return 1 << self.failures if now_s < self._failed_s + FORGIVEN_AFTER_S else 1
 
     # ---- what pulls tell
 
@@ -90,13 +96,15 @@ class Source:
         """Further bytes of a pull."""
         self._count(size_bytes, now_s)
 
-    def ended(self, missing_bytes: int, blocks: int, now_s: float, *, failed: bool, useless: bool) -> None:
-        """A pull is over: it brought `blocks` (none: `useless`), and `missing_bytes` will not come."""
+    def ended(self, missing_bytes: int, blocks: int, incarnation: int, now_s: float, *, failed: bool) -> None:
+        """A pull is over: it brought so many blocks, and `missing_bytes` will not come."""
         self.running -= 1
         self.outstanding_bytes -= missing_bytes
         self.pulled_blocks += blocks
         self.failed_pulls += failed
-        if failed or useless:
+        if incarnation < self.incarnation:
+            pass  # it says nothing of the present one
+        elif failed or not blocks:
             if now_s >= self._failed_s + FORGIVEN_AFTER_S:
                 self.failures = 0
             self.failures = min(self.failures + 1, MAX_FAILURES)
@@ -150,11 +158,14 @@ class Sources:
         self._config = config
         self.by_node: OrderedDict[str, Source] = OrderedDict()
 
-    def known(self, node: str) -> Source:
+    def known(self, node: str, incarnation: int) -> Source:
         """The peer; a new one, which is not remembered yet, is believed to be as configured."""
         source = self.by_node.get(node)
         if source is None:
             source = Source(node, self._config.pull_bytes_per_s, self._config.pull_overhead_s)
+        if source.incarnation < incarnation:
+            source.incarnation = incarnation
+            source.failures = 0
         return source
 
     def use(self, source: Source) -> None:

@@ -1,14 +1,16 @@
 """Any order of events: `check()` after each, and what is visible as a model of one page says.
 
-The model: a key of a shard is visible iff it was committed and neither evicted, dropped nor lost since,
-and a prompt can load the leading keys that are visible. What the core evicts by itself is learnt from
-it, but never a protected block, never anything while there is room, never a block before those that
-continue it.
+The model: a key of a shard is visible iff it was committed or has arrived, and was neither evicted, dropped
+nor lost since, and a prompt can load the leading keys that are visible, and those that pulls bring. What the
+core evicts by itself is learnt from it, but never a protected block, never anything while there is room,
+never a block before those that continue it. What is published is what is visible.
 """
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
+from itertools import pairwise
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -18,11 +20,13 @@ from kvtier.core import messages as m
 from kvtier.core.cache import CacheCore
 from kvtier.core.config import CoreConfig, TierSpec
 from kvtier.errors import Conflict, LimitExceeded, UnknownId
-from kvtier.types import Key, Layout, LayoutKind, LayoutOrder, TierKind
+from kvtier.types import Key, Layout, LayoutKind, LayoutOrder, Location, TierKind
 
 PAGE = 4096
 ENGINES = {"a": 1, "b": 1, "c": 2}
 SHARDS = (0, 1)
+NODES = ("p", "q")
+PARENTS: dict[Key, Key | None] = {}
 PATHS = st.lists(st.sampled_from((0, 0, 0, 1)), min_size=1, max_size=6)
 
 
@@ -35,11 +39,24 @@ LAYOUTS = {pages: _layout(pages) for pages in ENGINES.values()}
 
 def _keys(pages: int, path: list[int]) -> list[Key]:
     key = bytes([pages])
-    keys = []
+    keys: list[Key] = []
     for turn in path:
         key = hashlib.sha256(key + bytes([turn])).digest()
+        PARENTS[key] = keys[-1] if keys else None
         keys.append(key)
     return keys
+
+
+@dataclass
+class Read:
+    """A lease: of `keys` the first `told` are named, and as many as `promised` will be, or it is told not."""
+
+    party: str
+    shard: int
+    keys: list[Key]
+    deadline_s: float
+    told: int
+    promised: int
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -50,16 +67,36 @@ class CoreMachine(RuleBasedStateMachine):
         self.engines: set[str] = set()
         self.visible: dict[tuple[int, Key], Key | None] = {}  # (shard, key) -> parent
         self.reservations: dict[int, tuple[str, int, dict[Key, Key | None], float]] = {}
-        self.leases: dict[int, tuple[str, int, list[Key], float]] = {}
+        self.leases: dict[int, Read] = {}
+        self.finds: list[m.Find] = []
+        self.pulls: dict[int, tuple[m.Pull, int]] = {}
+        self.replicas: set[tuple[int, Key]] = set()
+        self.published: set[tuple[int, Key]] = set()
         self.invalid: set[int] = set()
         self.verifies: list[m.Verify] = []
         self.drops: list[m.Drop] = []
         self.last: tuple[m.Event, m.Action] | None = None
 
-    @initialize(frees_at_once=st.booleans(), extents=st.integers(2, 4), fraction=st.sampled_from((0.25, 1.0)))
-    def begin(self, frees_at_once: bool, extents: int, fraction: float) -> None:
+    @initialize(
+        frees_at_once=st.booleans(),
+        extents=st.integers(2, 4),
+        fraction=st.sampled_from((0.25, 1.0)),
+        pulled=st.sampled_from((0.3, 1.0)),
+        max_pulls=st.sampled_from((1, 3, 8)),
+    )
+    def begin(
+        self, frees_at_once: bool, extents: int, fraction: float, pulled: float, max_pulls: int
+    ) -> None:
         config = CoreConfig(
-            lease_ttl_s=3, hold_ttl_s=2, reservation_ttl_s=4, max_replies=4, max_unfinished_fraction=fraction
+            lease_ttl_s=3,
+            hold_ttl_s=2,
+            reservation_ttl_s=4,
+            max_replies=4,
+            max_unfinished_fraction=fraction,
+            has_index=True,
+            max_pulls=max_pulls,
+            max_pulled_fraction=pulled,
+            max_given_fraction=pulled,
         )
         size = extents * 4 * PAGE
         tier = TierSpec(TierKind.DRAM, size + 8 * PAGE, size, 4 * PAGE, frees_at_once)
@@ -82,10 +119,20 @@ class CoreMachine(RuleBasedStateMachine):
                     self.drops.append(action)
                 case m.Lost():
                     for block in action.blocks:
-                        del self.visible[block.shard, block.key]
+                        self._gone(block.shard, block.key)
                         self.invalid |= {
-                            n for n, v in self.leases.items() if block.shard == v[1] and block.key in v[2]
+                            n
+                            for n, v in self.leases.items()
+                            if block.shard == v.shard and block.key in v.keys
                         }
+                case m.Find():
+                    self.finds = [*self.finds[-3:], action]
+                case m.Pull():
+                    self._pull(action)
+                case m.Ready():
+                    self._ready(action)
+                case m.Publish():
+                    self._publish(action)
                 case _:
                     reply = action
         if reply is not None and getattr(event, "call_id", None) is not None:
@@ -95,11 +142,50 @@ class CoreMachine(RuleBasedStateMachine):
     def fingerprint(self, engine: str) -> bytes:
         return LAYOUTS[ENGINES[engine]].fingerprint()
 
-    def run(self, shard: int, keys: list[Key]) -> int:
+    def run(self, shard: int, keys: list[Key], *, coming: bool = False) -> int:
+        known = self.visible.keys() | (self.pulling() if coming else set())
         count = 0
-        while count < len(keys) and (shard, keys[count]) in self.visible:
+        while count < len(keys) and (shard, keys[count]) in known:
             count += 1
         return count
+
+    def pulling(self) -> set[tuple[int, Key]]:
+        return {(pull.shard, key) for pull, arrived in self.pulls.values() for key in pull.keys[arrived:]}
+
+    def _gone(self, shard: int, key: Key) -> None:
+        del self.visible[shard, key]
+        self.replicas.discard((shard, key))
+
+    def _pull(self, pull: m.Pull) -> None:
+        assert pull.pull not in self.pulls
+        assert pull.node in NODES
+        wanted = {(pull.shard, key) for key in pull.keys}
+        assert len(wanted) == len(pull.keys) == len(pull.slots) > 0
+        assert not wanted & self.visible.keys(), "what is here is pulled"
+        assert not wanted & self.pulling(), "what is coming is pulled again"
+        assert not wanted & self.storing(), "what is being stored is pulled"
+        assert all(PARENTS[key] == above for above, key in pairwise(pull.keys)), "no chain"
+        self.pulls[pull.pull] = (pull, 0)
+
+    def _ready(self, ready: m.Ready) -> None:
+        lease = self.leases[ready.lease]
+        assert ready.first == lease.told < lease.promised or (ready.is_last and not ready.slots)
+        assert len(ready.slots) == len(ready.checksums)
+        lease.told += len(ready.slots)
+        assert lease.told <= lease.promised
+        if ready.is_last:
+            lease.promised = lease.told
+        else:
+            assert lease.told < lease.promised
+        told = lease.keys[ready.first : lease.told]
+        assert ready.checksums == [key[:16] for key in told]
+
+    def _publish(self, publish: m.Publish) -> None:
+        for block in publish.removed:
+            self.published.remove((block.shard, block.key))
+        for block in publish.added:
+            assert (block.shard, block.key) not in self.published
+            self.published.add((block.shard, block.key))
 
     # ---- engines come and go
 
@@ -115,7 +201,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.do(m.EngineDied(engine))
         self.engines.discard(engine)
         self.reservations = {i: r for i, r in self.reservations.items() if r[0] != engine}
-        self.leases = {i: lease for i, lease in self.leases.items() if lease[0] != engine}
+        self.leases = {i: lease for i, lease in self.leases.items() if lease.party != engine}
         if self.last is not None and getattr(self.last[0], "engine", None) == engine:
             self.last = None
         if back:
@@ -156,9 +242,13 @@ class CoreMachine(RuleBasedStateMachine):
         for key, state in zip(event.keys, reply.states, strict=True):
             if state is m.ReserveState.GRANTED:
                 assert (shard, key) not in self.visible
+                assert (shard, key) not in self.pulling(), "what is coming is stored, too"
                 granted[key] = above
             if state is m.ReserveState.PRESENT:
                 assert (shard, key) in self.visible, "present blocks of the chain stay"
+                self.replicas.discard((shard, key))
+            if state is m.ReserveState.BUSY:
+                assert (shard, key) in self.storing() | self.pulling()
             above = key
         self._learn_evictions()
         if m.ReserveState.REFUSED not in reply.states and not granted:
@@ -231,25 +321,40 @@ class CoreMachine(RuleBasedStateMachine):
         path=PATHS,
         request=st.sampled_from("xyz"),
         shards=st.integers(1, 2),
+        compute_s=st.sampled_from((0.0, 1.0, 1e-6)),
     )
-    def lookup(self, engine: str, path: list[int], request: str, shards: int) -> None:
+    def lookup(self, engine: str, path: list[int], request: str, shards: int, compute_s: float) -> None:
         keys = _keys(ENGINES[engine], path)
         self.offered = 0
-        event = m.Lookup(engine, request, keys, shards, self.fingerprint(engine))
+        event = m.Lookup(engine, request, keys, shards, self.fingerprint(engine), compute_s)
+        finds = len(self.finds)
         try:
             reply = self.do(event)
         except UnknownId:
             assert engine not in self.engines
             return
+        self._check_offer(event, reply)
+        if len(self.finds) > finds:
+            assert self.finds[-1] == m.Find(event, self.offered)
+            assert reply.reason == "missing"
+
+    def _check_offer(self, lookup: m.Lookup, reply: m.Action | None) -> None:
         assert isinstance(reply, m.Offered)
         self.offered = reply.blocks
-        visible = min(self.run(shard, keys) for shard in range(shards))
-        assert self.core.match(keys, shards) == visible
-        if reply.reason == "limit":
-            assert reply.blocks < visible
-        else:
-            assert reply.blocks == visible
-            assert reply.reason == ("" if visible == len(keys) else "missing")
+        keys, shards = list(lookup.keys), range(lookup.shard_count)
+        here = min(self.run(shard, keys) for shard in shards)
+        found = min(self.run(shard, keys, coming=True) for shard in shards)
+        assert self.core.match(keys, lookup.shard_count) == here
+        assert reply.coming == max(0, reply.blocks - here)
+        match reply.reason:
+            case "limit":
+                assert reply.blocks <= found
+            case "slow":
+                assert lookup.block_compute_s
+                assert here <= reply.blocks <= found
+            case reason:
+                assert reply.blocks == found
+                assert reason == ("" if found == len(keys) else "missing")
 
     @rule(
         engine=st.sampled_from(sorted(ENGINES)),
@@ -265,12 +370,18 @@ class CoreMachine(RuleBasedStateMachine):
             assert engine not in self.engines
             return
         assert isinstance(reply, m.Leased)
+        self._leased(engine, shard, keys, reply)
+
+    def _leased(self, party: str, shard: int, keys: list[Key], reply: m.Leased) -> None:
         count = len(reply.slots)
-        assert count <= self.run(shard, keys)
+        whole = count + reply.coming
+        here = self.run(shard, keys)
+        assert count == here if reply.coming else count <= here
+        assert whole <= self.run(shard, keys, coming=True)
         assert reply.checksums == [key[:16] for key in keys[:count]]
-        assert bool(reply.lease) == bool(count)
-        if count:
-            self.leases[reply.lease] = (engine, shard, keys[:count], self.now_s + 3)
+        assert bool(reply.lease) == bool(whole)
+        if whole:
+            self.leases[reply.lease] = Read(party, shard, keys[:whole], self.now_s + 3, count, whole)
 
     @rule(
         engine=st.sampled_from(sorted(ENGINES)),
@@ -282,7 +393,7 @@ class CoreMachine(RuleBasedStateMachine):
     def read(self, engine: str, path: list[int], request: str, shards: int, later: float) -> None:
         """What was held is there, until the hold's time is over, whatever happens meanwhile."""
         self.store_two(engine, path, path, 0)
-        self.lookup(engine, path, request, shards)
+        self.lookup(engine, path, request, shards, 0.0)
         held = self.offered
         self.store_two(engine, [1] * 6, [1, 0] * 3, 1)
         self.tick(later)
@@ -296,18 +407,24 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), corrupt=st.booleans())
     def release(self, data: st.DataObject, corrupt: bool) -> None:
         number = data.draw(st.sampled_from(sorted(self.leases)))
-        engine, shard, keys, deadline_s = self.leases.pop(number)
-        wrong = keys[:1] if corrupt else []
-        reply = self.do(m.Release(self.call_id(), engine, number, None, wrong, shard))
+        lease = self.leases.pop(number)
+        wrong = lease.keys[:1] if corrupt else []
+        try:
+            reply = self.do(m.Release(self.call_id(), lease.party, number, None, wrong, lease.shard))
+        except UnknownId:
+            assert lease.party not in self.engines
+            assert self.now_s >= lease.deadline_s, "a peer is forgotten while it has leases"
+            return
         assert isinstance(reply, m.Released)
         if number in self.invalid:
             assert not reply.valid
         if reply.valid:
-            assert self.now_s < deadline_s
-            assert all((shard, key) in self.visible for key in keys), "valid, and yet something went"
+            assert self.now_s < lease.deadline_s
+            told = {(lease.shard, key) for key in lease.keys[: lease.told]}
+            assert told <= self.visible.keys(), "valid, and yet something went"
         for again in (number, number + 10**6):
             try:
-                self.do(m.Release(self.call_id(), engine, again))
+                self.do(m.Release(self.call_id(), lease.party, again))
             except UnknownId:
                 continue
             raise AssertionError("a lease was released twice")
@@ -316,6 +433,92 @@ class CoreMachine(RuleBasedStateMachine):
     def release_hold(self, engine: str, request: str) -> None:
         if engine in self.engines:
             self.do(m.Release(self.call_id(), engine, None, request))
+
+    # ---- other nodes
+
+    @precondition(lambda self: self.finds)
+    @rule(data=st.data(), late=st.booleans())
+    def located(self, data: st.DataObject, late: bool) -> None:
+        """An answer of the index, whatever happened since it was asked; perhaps not the only one."""
+        find = self.finds[-1] if late else self.finds.pop()
+        lookup = find.lookup
+        places = [
+            [
+                [Location(node, 1, TierKind.DRAM) for node in nodes]
+                for nodes in data.draw(
+                    st.lists(st.sampled_from(("p", "p", "p", "pq", "q", "")), max_size=len(lookup.keys))
+                )
+            ]
+            for _ in range(lookup.shard_count)
+        ]
+        try:
+            reply = self.do(m.Located(lookup, find.first, places))
+        except UnknownId:
+            return
+        self._learn_evictions()
+        self._check_offer(lookup, reply)
+
+    @rule(
+        engine=st.sampled_from(sorted(ENGINES)),
+        path=PATHS,
+        request=st.sampled_from("xyz"),
+        shards=st.integers(1, 2),
+        compute_s=st.sampled_from((0.0, 1.0, 0.0005)),
+        data=st.data(),
+    )
+    def prefetch(
+        self,
+        engine: str,
+        path: list[int],
+        request: str,
+        shards: int,
+        compute_s: float,
+        data: st.DataObject,
+    ) -> None:
+        """A lookup whose tail is elsewhere; it is loaded while it is still coming."""
+        self.lookup(engine, path, request, shards, compute_s)
+        if self.finds and self.finds[-1].lookup.request == request:
+            self.located(data, late=data.draw(st.booleans()))
+        if data.draw(st.booleans()):
+            self.load(engine, path[: self.offered] or path, request, 0)
+
+    @precondition(lambda self: self.pulls)
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def arrive(self, data: st.DataObject, count: int) -> None:
+        number = data.draw(st.sampled_from(sorted(self.pulls)))
+        pull, arrived = self.pulls[number]
+        keys = pull.keys[arrived : arrived + count]
+        self.pulls[number] = (pull, arrived + len(keys))
+        for key in keys:
+            self.visible[pull.shard, key] = PARENTS[key]
+            self.replicas.add((pull.shard, key))
+        assert self.do(m.Arrived(number, [key[:16] for key in keys])) is None
+
+    @precondition(lambda self: self.pulls)
+    @rule(data=st.data(), fault=st.sampled_from(("", "timeout")))
+    def pull_ends(self, data: st.DataObject, fault: str) -> None:
+        number = data.draw(st.sampled_from(sorted(self.pulls)))
+        pull, arrived = self.pulls.pop(number)
+        missing = set(pull.keys[arrived:])
+        for lease in self.leases.values():
+            if lease.shard == pull.shard and missing & set(lease.keys[: lease.promised]):
+                gone = min(lease.keys.index(key) for key in missing & set(lease.keys))
+                lease.promised = min(lease.promised, gone)
+        assert self.do(m.PullEnded(number, fault)) is None
+
+    @rule(
+        node=st.sampled_from(NODES),
+        pages=st.sampled_from((1, 2)),
+        path=PATHS,
+        shard=st.sampled_from(SHARDS),
+    )
+    def acquire(self, node: str, pages: int, path: list[int], shard: int) -> None:
+        keys = _keys(pages, path)
+        event = m.Acquire(self.call_id(), node, keys, shard, LAYOUTS[pages].fingerprint())
+        reply = self.do(event)
+        assert isinstance(reply, m.Leased)
+        assert not reply.coming
+        self._leased(m.peer_name(node), shard, keys, reply)
 
     # ---- operators, the node, time
 
@@ -368,6 +571,8 @@ class CoreMachine(RuleBasedStateMachine):
     def tick(self, seconds: float) -> None:
         self.now_s += seconds
         self.do(m.Tick())
+        if self.last is not None and self._party_of(self.last[0]) not in self.core.engines.peers | {"": None}:
+            self.last = None
         for number, (*_, deadline_s) in self.reservations.items():
             assert self._expired(number) == (deadline_s <= self.now_s)
 
@@ -380,12 +585,21 @@ class CoreMachine(RuleBasedStateMachine):
 
     # ---- what must hold
 
+    @staticmethod
+    def _party_of(event: m.Event) -> str:
+        """The peer that speaks; empty for anybody else."""
+        name = m.peer_name(event.peer) if isinstance(event, m.Acquire) else getattr(event, "engine", "")
+        return name if name.startswith(m.peer_name("")) else ""
+
     def _resident_bytes(self) -> int:
         return self.core.stats().tiers[0].resident_bytes
 
+    def storing(self) -> set[tuple[int, Key]]:
+        return {(r[1], key) for n, r in self.reservations.items() if not self._expired(n) for key in r[2]}
+
     def _unreachable(self, shard: int, prefix: list[Key]) -> bool:
-        """Some block of the prefix is neither visible nor being stored."""
-        pending = {(r[1], key) for n, r in self.reservations.items() if not self._expired(n) for key in r[2]}
+        """Some block of the prefix is neither visible nor being stored nor coming."""
+        pending = self.storing() | self.pulling()
         return any((shard, key) not in self.visible and (shard, key) not in pending for key in prefix)
 
     def _here(self) -> set[tuple[int, Key]]:
@@ -400,29 +614,38 @@ class CoreMachine(RuleBasedStateMachine):
         for shard, key in here:
             parent = self.visible[shard, key]
             assert parent is None or (shard, parent) not in gone, "a block went before one that continues it"
-        for number, (_, shard, keys, deadline_s) in self.leases.items():
-            if self.now_s < deadline_s and number not in self.invalid:
-                assert not gone & {(shard, key) for key in keys}, "a leased block went"
+        for number, lease in self.leases.items():
+            if self.now_s < lease.deadline_s and number not in self.invalid:
+                kept = {(lease.shard, key) for key in lease.keys[: lease.promised]}
+                assert not gone & kept, "a leased block went"
         for verify in self.verifies:
             assert (verify.block.shard, verify.block.key) not in gone, "a block went that is being verified"
-        for name in gone:
-            del self.visible[name]
-        return set(gone)
+        for name in list(gone):
+            self._gone(*name)
+        return gone
 
     @invariant()
     def invariants(self) -> None:
         if not hasattr(self, "core"):
             return
         self.core.check()
-        here = {
-            (place.block.shard, place.block.key) for place in self.core.places([k for _, k in self.visible])
-        }
-        assert here == self.visible.keys()
+        places = self.core.places([k for _, k in self.visible])
+        assert {(place.block.shard, place.block.key) for place in places} == self.visible.keys()
+        assert {(p.block.shard, p.block.key) for p in places if p.replica} == self.replicas
+        assert self.published == self.visible.keys()
         assert self.core.stats().tiers[0].blocks == len(self.visible)
+        assert self.core.pulls.running.keys() == self.pulls.keys()
+        for number, lease in self.leases.items():
+            if lease.told < lease.promised and number in self.core.leases.leases:
+                key = (lease.shard, lease.keys[lease.told])
+                assert key in self.pulling(), "a lease waits for what will never come"
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
+        for number in list(self.pulls):
+            del self.pulls[number]
+            self.do(m.PullEnded(number, "cancelled"))
         for engine in ENGINES:
             self.die(engine, back=False)
         for verify in self.verifies:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from kvtier.core import messages as m
+from kvtier.core.blocks import RESIDENT
 from kvtier.core.cache import CacheCore
 from kvtier.core.config import CoreConfig, TierSpec
-from kvtier.types import Key, Layout, LayoutKind, LayoutOrder, TierKind
+from kvtier.types import BlockId, Key, Layout, LayoutKind, LayoutOrder, Location, TierKind
 
+T = TypeVar("T")
 PAGE = 4096
 G, P, B, R = m.ReserveState.GRANTED, m.ReserveState.PRESENT, m.ReserveState.BUSY, m.ReserveState.REFUSED
 
@@ -30,6 +32,10 @@ def chain(name: str, length: int, parent: Key = b"") -> list[Key]:
 
 def checksum(key: Key) -> bytes:
     return key[:16]
+
+
+def here(node: str, incarnation: int = 1) -> Location:
+    return Location(node, incarnation, TierKind.DRAM)
 
 
 class World:
@@ -62,6 +68,7 @@ class World:
         self.now_s = 0.0
         self.layouts: dict[str, Layout] = {}
         self.instructions: list[m.Instruction] = []
+        self.published: set[BlockId] = set()
         self._ids = itertools.count(1)
         self.register("e", layout or make_layout())
 
@@ -73,10 +80,24 @@ class World:
             actions = self.core.handle(event, self.now_s)
         finally:
             self.core.check()
-        self.instructions = [a for a in actions if isinstance(a, m.Drop | m.Verify | m.Lost)]
-        replies = [a for a in actions if not isinstance(a, m.Drop | m.Verify | m.Lost)]
+        self.instructions = [a for a in actions if isinstance(a, m.Instruction)]
+        replies = [a for a in actions if not isinstance(a, m.Instruction)]
         assert len(replies) <= 1
+        for publish in self.told(m.Publish):
+            assert self.published.issuperset(publish.removed)
+            self.published.difference_update(publish.removed)
+            assert self.published.isdisjoint(publish.added)
+            self.published.update(publish.added)
+        assert not self.core.config.has_index or self.published == self.resident()
         return replies[0] if replies else None
+
+    def told(self, kind: type[T]) -> list[T]:
+        """Instructions of one kind that the last event gave."""
+        return [a for a in self.instructions if isinstance(a, kind)]
+
+    def resident(self) -> set[BlockId]:
+        shards = self.core.residency.shards.values()
+        return {block.id for blocks in shards for block in blocks.values() if block.state == RESIDENT}
 
     def register(self, engine: str, layout: Layout) -> m.Registered:
         self.layouts[engine] = layout
@@ -106,9 +127,42 @@ class World:
         return reserved.states
 
     def lookup(
-        self, keys: Sequence[Key], request: str = "r", engine: str = "e", shard_count: int = 1
+        self,
+        keys: Sequence[Key],
+        request: str = "r",
+        engine: str = "e",
+        shard_count: int = 1,
+        compute_s: float = 0.0,
     ) -> m.Offered:
-        return self.do(m.Lookup(engine, request, keys, shard_count, self.fingerprint(engine)))
+        return self.do(m.Lookup(engine, request, keys, shard_count, self.fingerprint(engine), compute_s))
+
+    def locate(
+        self, keys: Sequence[Key], *nodes: Sequence[str] | str, first: int | None = None, **options: Any
+    ) -> tuple[m.Offered, list[m.Pull]]:
+        """Look `keys` up, then answer with places: for each missing key its nodes, one letter each."""
+        self.lookup(keys, **options)
+        find = self.told(m.Find)[0]
+        assert first is None or find.first == first
+        return self.answer(find, *nodes)
+
+    def answer(self, find: m.Find, *nodes: Sequence[str] | str) -> tuple[m.Offered, list[m.Pull]]:
+        """`nodes` of each shard, the last ones for all further shards."""
+        shards = [nodes[min(i, len(nodes) - 1)] for i in range(find.lookup.shard_count)]
+        places = [[[here(node) for node in each] for each in shard] for shard in shards]
+        offer = self.do(m.Located(find.lookup, find.first, places))
+        return offer, self.told(m.Pull)
+
+    def arrive(self, pull: m.Pull, count: int, after: int = 0) -> list[m.Ready]:
+        keys = pull.keys[after : after + count]
+        self.do(m.Arrived(pull.pull, [checksum(key) for key in keys]))
+        return self.told(m.Ready)
+
+    def end(self, pull: m.Pull, fault: str = "") -> list[m.Ready]:
+        self.do(m.PullEnded(pull.pull, fault))
+        return self.told(m.Ready)
+
+    def acquire(self, keys: Sequence[Key], peer: str = "p", shard: int = 0, engine: str = "e") -> m.Leased:
+        return self.do(m.Acquire(self.call_id(), peer, keys, shard, self.fingerprint(engine)))
 
     def load(self, keys: Sequence[Key], request: str = "r", engine: str = "e", shard: int = 0) -> m.Leased:
         return self.do(m.Load(self.call_id(), engine, request, keys, shard))
@@ -137,3 +191,9 @@ class World:
 
     def tier(self) -> Any:
         return self.core.stats().tiers[0]
+
+    def end_drops(self) -> None:
+        """Every slot that waits for its bytes to be deleted."""
+        draining = self.core.residency.tiers[TierKind.DRAM].draining
+        if draining:
+            self.do(m.Dropped(TierKind.DRAM, list(draining)))
