@@ -115,7 +115,7 @@ def _remote(
     unusable: dict[str, str] = {}
 
     async def open_all() -> Sequence[Transfer]:
-        from kvtier.transfer import open_transfers  # heavy, and the socket answers by now
+        from kvtier.transfer.opening import open_transfers  # heavy, and the socket answers by now
 
         report = unusable.__setitem__
         return await open_transfers(config, arena.memory, peers.channel_of, identity.node_id, report)

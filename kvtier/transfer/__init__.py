@@ -1,7 +1,5 @@
-"""Bytes between nodes: `nixl` (UCX: RDMA, shared memory, TCP) where it works, `stream` (gRPC) everywhere."""
+"""Bytes between nodes: `nixl` (UCX: RDMA, shared memory, TCP) where it works, `stream` (gRPC) everywhere.
 
-from __future__ import annotations
-
-from kvtier.transfer.opening import open_transfers
-
-__all__ = ["open_transfers"]
+Begin with `opening.open_transfers`. `nixl` is in four parts: `nixl.py` on the daemon's loop, `process.py`
+that holds the process with the native agent, `agent.py` that runs in it, and `frames.py` that both speak.
+"""

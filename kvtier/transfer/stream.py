@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import grpc
 import numpy as np
@@ -70,7 +70,7 @@ class StreamTransfer(Transfer):
             slots=np.asarray(sources, "<u8").tobytes(),
             sizes=np.asarray(sizes, "<u8").tobytes(),
         )
-        call: grpc.aio.UnaryStreamCall[pb.ReadRequest, bytes] = self._channel_of(remote).unary_stream(
+        call: Any = self._channel_of(remote).unary_stream(
             READ_METHOD, request_serializer=pb.ReadRequest.SerializeToString, response_deserializer=None
         )(request)
         try:
@@ -85,9 +85,7 @@ class StreamTransfer(Transfer):
         if came_bytes != wanted_bytes:
             raise TransferFault(f"the peer sent {came_bytes} bytes of {wanted_bytes}")
 
-    async def _fill(
-        self, call: grpc.aio.UnaryStreamCall[pb.ReadRequest, bytes], into: Sequence[int], sizes: Sequence[int]
-    ) -> int:
+    async def _fill(self, call: Any, into: Sequence[int], sizes: Sequence[int]) -> int:
         """Write what comes into the places in order; returns how many bytes came."""
         places = iter(zip(into, sizes, strict=True))
         begin = end = came_bytes = 0
