@@ -26,6 +26,11 @@ PAGE = 4096
 ENGINES = {"a": 1, "b": 1, "c": 2}
 SHARDS = (0, 1)
 NODES = ("p", "q")
+NODES_OF = {
+    letter: [Location(node, 1, TierKind.DRAM) for node in nodes]
+    for letter, nodes in {"p": "p", "q": "q", "b": "pq", "-": ""}.items()
+}
+PLACES = st.sampled_from(("pppppp", "qqbpqp", "bbqqpp", "ppp", "pp-pp"))
 PARENTS: dict[Key, Key | None] = {}
 PATHS = st.lists(st.sampled_from((0, 0, 0, 1)), min_size=1, max_size=6)
 
@@ -57,6 +62,7 @@ class Read:
     deadline_s: float
     told: int
     promised: int
+    waits: bool
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -81,13 +87,15 @@ class CoreMachine(RuleBasedStateMachine):
         frees_at_once=st.booleans(),
         extents=st.integers(2, 4),
         fraction=st.sampled_from((0.25, 1.0)),
-        pulled=st.sampled_from((0.3, 1.0)),
-        max_pulls=st.sampled_from((1, 3, 8)),
+        pulled=st.sampled_from((0.3, 1.0, 1.0)),
+        max_pulls=st.sampled_from((1, 8, 8)),
+        leased=st.sampled_from((0.5, 1.0)),
     )
     def begin(
-        self, frees_at_once: bool, extents: int, fraction: float, pulled: float, max_pulls: int
+        self, frees_at_once: bool, extents: int, fraction: float, pulled: float, max_pulls: int, leased: float
     ) -> None:
         config = CoreConfig(
+            max_leased_fraction=leased,
             lease_ttl_s=3,
             hold_ttl_s=2,
             reservation_ttl_s=4,
@@ -173,8 +181,10 @@ class CoreMachine(RuleBasedStateMachine):
         assert len(ready.slots) == len(ready.checksums)
         lease.told += len(ready.slots)
         assert lease.told <= lease.promised
+        assert lease.waits
         if ready.is_last:
             lease.promised = lease.told
+            lease.waits = False
         else:
             assert lease.told < lease.promised
         told = lease.keys[ready.first : lease.told]
@@ -381,7 +391,9 @@ class CoreMachine(RuleBasedStateMachine):
         assert reply.checksums == [key[:16] for key in keys[:count]]
         assert bool(reply.lease) == bool(whole)
         if whole:
-            self.leases[reply.lease] = Read(party, shard, keys[:whole], self.now_s + 3, count, whole)
+            self.leases[reply.lease] = Read(
+                party, shard, keys[:whole], self.now_s + 3, count, whole, reply.coming > 0
+            )
 
     @rule(
         engine=st.sampled_from(sorted(ENGINES)),
@@ -437,55 +449,61 @@ class CoreMachine(RuleBasedStateMachine):
     # ---- other nodes
 
     @precondition(lambda self: self.finds)
-    @rule(data=st.data(), late=st.booleans())
-    def located(self, data: st.DataObject, late: bool) -> None:
+    @rule(places=st.tuples(PLACES, PLACES), again=st.booleans())
+    def located(self, places: tuple[str, str], again: bool) -> None:
         """An answer of the index, whatever happened since it was asked; perhaps not the only one."""
-        find = self.finds[-1] if late else self.finds.pop()
-        lookup = find.lookup
-        places = [
-            [
-                [Location(node, 1, TierKind.DRAM) for node in nodes]
-                for nodes in data.draw(
-                    st.lists(st.sampled_from(("p", "p", "p", "pq", "q", "")), max_size=len(lookup.keys))
-                )
-            ]
-            for _ in range(lookup.shard_count)
-        ]
+        find = self.finds[-1] if again else self.finds.pop()
+        shards = [[NODES_OF[letter] for letter in letters] for letters in places[: find.lookup.shard_count]]
         try:
-            reply = self.do(m.Located(lookup, find.first, places))
+            reply = self.do(m.Located(find.lookup, find.first, shards))
         except UnknownId:
             return
         self._learn_evictions()
-        self._check_offer(lookup, reply)
+        self._check_offer(find.lookup, reply)
 
     @rule(
         engine=st.sampled_from(sorted(ENGINES)),
         path=PATHS,
-        request=st.sampled_from("xyz"),
         shards=st.integers(1, 2),
-        compute_s=st.sampled_from((0.0, 1.0, 0.0005)),
-        data=st.data(),
+        places=st.tuples(PLACES, PLACES),
+        counts=st.lists(st.integers(0, 6), max_size=4),
+        loads_at=st.integers(0, 4),
+        ends_at=st.integers(0, 8),
     )
     def prefetch(
         self,
         engine: str,
         path: list[int],
-        request: str,
         shards: int,
-        compute_s: float,
-        data: st.DataObject,
+        places: tuple[str, str],
+        counts: list[int],
+        loads_at: int,
+        ends_at: int,
     ) -> None:
-        """A lookup whose tail is elsewhere; it is loaded while it is still coming."""
-        self.lookup(engine, path, request, shards, compute_s)
-        if self.finds and self.finds[-1].lookup.request == request:
-            self.located(data, late=data.draw(st.booleans()))
-        if data.draw(st.booleans()):
-            self.load(engine, path[: self.offered] or path, request, 0)
+        """A lookup whose tail is elsewhere, and which is loaded while it is still coming."""
+        self.lookup(engine, path, "z", shards, 0.0)
+        if self.finds and self.finds[-1].lookup.request == "z":
+            self.located(places, again=False)
+        if engine not in self.engines:
+            return
+        held = path[: self.offered]
+        for step, count in enumerate([*counts, 0, 0, 0, 0]):
+            if step == loads_at and held:
+                for shard in range(shards):
+                    self.load(engine, held, "z", shard)
+            if self.pulls:
+                number = sorted(self.pulls)[-1 - step % len(self.pulls)]
+                if step == ends_at:
+                    self._end_pull(number, "lease")
+                elif count:
+                    self._arrive(number, count)
 
     @precondition(lambda self: self.pulls)
     @rule(data=st.data(), count=st.integers(1, 6))
     def arrive(self, data: st.DataObject, count: int) -> None:
-        number = data.draw(st.sampled_from(sorted(self.pulls)))
+        self._arrive(data.draw(st.sampled_from(sorted(self.pulls))), count)
+
+    def _arrive(self, number: int, count: int) -> None:
         pull, arrived = self.pulls[number]
         keys = pull.keys[arrived : arrived + count]
         self.pulls[number] = (pull, arrived + len(keys))
@@ -497,7 +515,9 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pulls)
     @rule(data=st.data(), fault=st.sampled_from(("", "timeout")))
     def pull_ends(self, data: st.DataObject, fault: str) -> None:
-        number = data.draw(st.sampled_from(sorted(self.pulls)))
+        self._end_pull(data.draw(st.sampled_from(sorted(self.pulls))), fault)
+
+    def _end_pull(self, number: int, fault: str) -> None:
         pull, arrived = self.pulls.pop(number)
         missing = set(pull.keys[arrived:])
         for lease in self.leases.values():
@@ -636,7 +656,8 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.core.stats().tiers[0].blocks == len(self.visible)
         assert self.core.pulls.running.keys() == self.pulls.keys()
         for number, lease in self.leases.items():
-            if lease.told < lease.promised and number in self.core.leases.leases:
+            assert lease.waits or lease.told == lease.promised
+            if lease.waits and number in self.core.leases.leases:
                 key = (lease.shard, lease.keys[lease.told])
                 assert key in self.pulling(), "a lease waits for what will never come"
 
