@@ -235,6 +235,14 @@ class Config(BaseSettings):
             raise ConfigError(_explain(error, origins)) from None
         return self
 
+    @staticmethod
+    def unknown_variables() -> list[str]:
+        """Names of variables that look like a field of this configuration and are none."""
+        known = {f"{_PREFIX}{name.upper()}" for name in Config.model_fields} | {f"{_PREFIX}CONFIG"}
+        return sorted(
+            name for name in os.environ if name.upper().startswith(_PREFIX) and name.upper() not in known
+        )
+
     @classmethod
     def settings_customise_sources(
         cls,

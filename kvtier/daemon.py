@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import shutil
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
@@ -14,7 +15,7 @@ import kvtier
 from kvtier import logs
 from kvtier.build import Sharing, build, is_shared, make_index
 from kvtier.config import Config
-from kvtier.errors import ConfigError, Fenced
+from kvtier.errors import AlreadyRunning, ConfigError, Fenced, KvtierError
 from kvtier.identity import Identity, open_identity
 from kvtier.liveness import prepare_run_dir
 from kvtier.metrics import SCRAPE_TIMEOUT_S, Metrics, MetricsServer, Sample
@@ -67,10 +68,14 @@ class Daemon:
         ConfigError
             A directory or the socket's path cannot be used.
         """
+        made = [path for path in (self.config.data_dir, self.config.run_dir) if not path.exists()]
         try:
             await self._start()
-        except BaseException:
+        except BaseException as error:
             await self.stop()
+            if not isinstance(error, AlreadyRunning):  # then somebody else has made them meanwhile
+                for path in made:
+                    shutil.rmtree(path, ignore_errors=True)
             raise
 
     async def _start(self) -> None:
@@ -164,13 +169,15 @@ async def run_daemon(
     Raises
     ------
     KvtierError
-        The start failed (see `Daemon.start`).
+        The start failed (see `Daemon.start`), or something that it needs is gone.
     Fenced
         Another daemon of this node's identity has taken over.
     RuntimeError
         The node met a bug and was stopped, so that nothing wrong is served.
     """
     logs.configure(config.log_level, config.log_format)
+    if unknown := Config.unknown_variables():
+        log.warning("variables that name no field are ignored: is one misspelt?", variables=unknown)
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -215,6 +222,9 @@ async def _serve(daemon: Daemon, stopping: asyncio.Event) -> None:
         log.critical(
             "another daemon of this node's identity has taken over: this one stops", error=str(error)
         )
+        raise error
+    if failed.done() and isinstance(error, KvtierError):
+        log.critical("the daemon cannot go on", error=str(error))
         raise error
     if failed.done():
         raise RuntimeError("kvtier met a bug and stopped: please report the log") from failed.result()

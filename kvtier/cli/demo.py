@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -57,7 +58,10 @@ def _target(json_file: str | None) -> Path | None:
         raise InvalidRequest(
             f"--json {target}: its directory is not there or not writable, or it is a directory"
         )
-    target.unlink(missing_ok=True)  # an older result must not be taken for this run's
+    if os.path.lexists(target):
+        if not stat.S_ISREG(target.lstat().st_mode):
+            raise InvalidRequest(f"--json {target}: allowed is a regular file, or a name that is free")
+        target.unlink()  # an older result must not be taken for this run's
     return target
 
 

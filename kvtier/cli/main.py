@@ -7,6 +7,7 @@ process before it has to, so that `kvtier serve` starts at once.
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -52,6 +53,9 @@ def main() -> None:
     except KvtierError as error:
         output.print_error(str(error))
         sys.exit(output.exit_code(error))
+    except Exception:
+        traceback.print_exc()
+        sys.exit(output.FAULT)  # 1, which Python would choose, means "no"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -14,6 +14,8 @@ from kvtier.cli.options import AsJson, ConfigFile, Socket, daemon
 from kvtier.errors import InvalidRequest
 from kvtier.types import KEY_SIZE_BYTES, Key, TierKind
 from kvtier.v1 import admin_pb2 as pb
+
+MAX_PIN_ID: Final = 2**64 - 1
 
 Keys = Annotated[
     list[str] | None,
@@ -128,7 +130,9 @@ def unpin(
     keys_file: KeysFile = None,
     pin_id: Annotated[
         int | None,
-        typer.Option("--pin-id", help="The pin that `kvtier pin` named.", min=1, show_default=False),
+        typer.Option(
+            "--pin-id", help="The pin that `kvtier pin` named.", min=1, max=MAX_PIN_ID, show_default=False
+        ),
     ] = None,
     config: ConfigFile = None,
     socket: Socket = None,

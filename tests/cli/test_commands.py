@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -146,6 +147,7 @@ def test_no_daemon(kvtier: Kvtier, short_dir: Path, command: str) -> None:
         (("lookup", "12"), {}, "key 1 is not 64 hex digits"),
         (("unpin", "77" * 32, "--pin-id", "1"), {}, "give --pin-id or keys, not both"),
         (("demo", "--json", "/nowhere/result.json"), {}, "--json /nowhere/result.json"),
+        (("unpin", "--pin-id", "9" * 23), {}, "pin-id"),
     ],
 )
 def test_bad_usage(
@@ -203,12 +205,59 @@ def test_serve_names_a_port_in_use(short_dir: Path, kvtier: Kvtier) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_serve_names_memory_that_is_not_there(short_dir: Path, kvtier: Kvtier) -> None:
-    directories = ("--data-dir", str(short_dir / "d"), "--run-dir", str(short_dir / "r"))
+def test_serve_names_memory_that_is_not_there_and_leaves_nothing(short_dir: Path, kvtier: Kvtier) -> None:
+    directories = ("--data-dir", str(short_dir / "d2"), "--run-dir", str(short_dir / "r2"))
     done = kvtier("serve", *directories, "--dram-bytes", "500TiB", "--metrics-port", "-1")
     assert done.returncode == 4
     assert "dram_bytes" in done.stderr
     assert "Traceback" not in done.stderr
+    assert not (short_dir / "d2").exists()
+    assert not (short_dir / "r2").exists()
+
+
+def test_a_result_replaces_only_regular_files(kvtier: Kvtier, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    (tmp_path / "link").symlink_to(precious)
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe"):
+        done = kvtier("demo", "--json", str(tmp_path / name))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "regular file" in done.stderr
+        assert os.path.lexists(tmp_path / name)
+    assert precious.read_text() == "kept"
+
+
+def test_a_user_without_a_home_is_told_what_to_set() -> None:
+    code = (
+        "import os\nos.setuid(54321)\n"
+        "for name in ('HOME', 'XDG_STATE_HOME'):\n    os.environ.pop(name, None)\n"
+        "from kvtier.errors import ConfigError\nfrom kvtier.config import Config\n"
+        "try:\n    Config.load()\nexcept ConfigError as error:\n    print(error)"
+    )
+    imports = (
+        "import kvtier.config, kvtier.cli.main\n"  # before the user changes: it may not read the packages
+    )
+    if os.geteuid():
+        pytest.skip("only root can become a user without an entry")
+    done = subprocess.run([sys.executable, "-c", imports + code], capture_output=True, text=True, check=True)
+    assert "KVTIER_DATA_DIR" in done.stdout
+
+
+def test_a_daemon_whose_memory_is_removed_says_so_and_ends(short_dir: Path) -> None:
+    with NodeProcess(short_dir / "cleaned", dram_bytes=64 << 20) as node:
+        (arena,) = Path("/dev/shm").glob(f"kvtier-{node.readiness['node_id'][:12]}*.arena")
+        arena.unlink()
+        assert node.process.wait(30) == 4
+        assert "removed by somebody else" in node.process.tail()
+        assert "Traceback" not in node.process.tail()
+    assert not list(Path("/dev/shm").glob(f"kvtier-{node.readiness['node_id'][:12]}*"))
+
+
+def test_misspelt_variables_are_named(short_dir: Path, kvtier: Kvtier) -> None:
+    directories = ("--data-dir", str(short_dir / "d3"), "--run-dir", str(short_dir / "r3"))
+    done = kvtier("serve", *directories, "--dram-bytes", "500TiB", "--metrics-port", "-1", KVTIER_DRAM="2")
+    assert "KVTIER_DRAM" in done.stderr
 
 
 def test_a_stopped_daemon_leaves_no_memory_and_no_socket(short_dir: Path, tmp_path: Path) -> None:
