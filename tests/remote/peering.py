@@ -38,6 +38,7 @@ from kvtier.remote.link import Peers
 from kvtier.remote.pulls import Puller
 from kvtier.server.peer_app import PeerServer
 from kvtier.tiers.arena import Arena
+from kvtier.transfer.nixl import NixlTransfer
 from kvtier.transfer.stream import StreamTransfer
 from kvtier.types import (
     Key,
@@ -293,6 +294,11 @@ class Asker:
         return self.metrics.registry.get_sample_value("kvtier_pulls_total", labels) or 0.0
 
 
+def real_transfers() -> list[Transfer]:
+    """What an owner lets itself be read with where NIXL works."""
+    return [NixlTransfer("127.0.0.1"), StreamTransfer(_nobody, OWNER_ID)]
+
+
 def offer(name: str) -> Bent:
     """What an owner offers under `name`: it only lets itself be read from."""
     return Bent(StreamTransfer(_nobody, PULLER_ID), name)
@@ -435,9 +441,18 @@ class Proxy:
 class OwnerProcess:
     """An `Owner` in a process of its own, which has the blocks ``chain(seed, count)``."""
 
-    def __init__(self, home: Path, shm: Path, seed: int, count: int, **values: Any) -> None:
+    def __init__(
+        self, home: Path, shm: Path, seed: int, count: int, has_nixl: bool = False, **values: Any
+    ) -> None:
         arguments = json.dumps(
-            {"home": str(home), "shm": str(shm), "seed": seed, "count": count, "values": values}
+            {
+                "home": str(home),
+                "shm": str(shm),
+                "seed": seed,
+                "count": count,
+                "has_nixl": has_nixl,
+                "values": values,
+            }
         )
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.remote.peering", arguments],
@@ -466,7 +481,7 @@ async def _owner_process(arguments: dict[str, Any]) -> None:
     from dataclasses import asdict
 
     settings = config(Path(arguments["home"]), Path(arguments["shm"]), **arguments["values"])
-    owner = await Owner(settings).start()
+    owner = await Owner(settings, transfers=real_transfers() if arguments["has_nixl"] else ()).start()
     try:
         await owner.store(chain(arguments["seed"], arguments["count"]))
         print(json.dumps(asdict(owner.record())), flush=True)
