@@ -1,4 +1,4 @@
-"""A seeded simulation of a fleet: ``python -m kvtier.testing.fleet --seeds 0:100 --seconds 20``.
+"""A seeded simulation of a fleet: ``python -m kvtier.testing.fleet --seeds 0:100 --seconds 15``.
 
 Two to six daemons, made of the real core, node, membership and publisher, run in simulated time on simulated
 memory, with engines that store and load prefixes which all of them share. The index is lost or cannot be
@@ -35,7 +35,7 @@ from kvtier.types import PAGE_SIZE_BYTES, TierKind
 
 MAX_CLOCK_OFFSET_S: Final = 3600.0
 DEAD_AFTER_S: Final = 3.0
-INDEX_TTL_S: Final = 24.0
+INDEX_TTL_S: Final = 15.0
 MAX_ENGINES: Final = 2
 
 
@@ -65,7 +65,6 @@ class Fleet:
         self.seed = seed
         self.world = World(seed)
         self.rng = rng = self.world.rng
-        self.calm = False
         self.truth = Truth(checks_cores=checks_cores)
         self.arenas: list[tuple[Arena, Daemon]] = []
         self.core_config = self._make_core_config()
@@ -179,9 +178,9 @@ class Fleet:
 
     def _every(self, period_s: float, action: Callable[[], None]) -> None:
         async def again() -> None:
-            while not self.calm:
+            while not self.world.is_calm:
                 await asyncio.sleep(self.rng.expovariate(1 / period_s))
-                if not self.calm:
+                if not self.world.is_calm:
                     action()
 
         self.world.network.spawn(again())
@@ -214,7 +213,7 @@ class Fleet:
         self._soon(8.0, lambda: self.world.cut.pop(pair, None))
 
     def _slow_down(self) -> None:
-        site = self.rng.choice(list(self.sites))
+        site = self.rng.choice([*self.sites, SITE])
         self.world.slow[site] = self.rng.choice((5.0, 50.0, 500.0))
         self._soon(5.0, lambda: self.world.slow.pop(site, None))
 
@@ -269,10 +268,8 @@ class Fleet:
         task = asyncio.ensure_future(history)
         while not task.done() and self.world.failure is None:
             await asyncio.wait([task], timeout=0.1)
-        if not task.done():
-            task.cancel()
-            return
-        task.result()
+        if self.world.failure is None:
+            task.result()
 
     async def _history(self, seconds: float) -> None:
         rng = self.rng
@@ -314,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 1 and the seed on stderr as soon as one history fails."""
     parser = argparse.ArgumentParser(prog="python -m kvtier.testing.fleet", description=__doc__)
     parser.add_argument("--seeds", default="0:100", help="FIRST:END, or one seed")
-    parser.add_argument("--seconds", type=float, default=20.0, help="simulated seconds of each history")
+    parser.add_argument("--seconds", type=float, default=15.0, help="simulated seconds of each history")
     args = parser.parse_args(argv)
     first, _, end = args.seeds.partition(":")
     seeds = range(int(first), int(end) if end else int(first) + 1)

@@ -188,6 +188,7 @@ class Daemon(Process):
         error = await node.failed
         if not isinstance(error, Fenced):
             self.world.judge(error)
+            return
         self.world.count("fenced")
         self.is_fenced = True
         await node.stop()

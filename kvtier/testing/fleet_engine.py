@@ -88,7 +88,7 @@ class FleetEngine(Process):
 
     async def _pause(self) -> None:
         rng, config = self.world.rng, self.fleet.core_config
-        stalls = self.world.chance(0.02 * (not self.fleet.calm))
+        stalls = self.world.chance(0.02 * (not self.world.is_calm))
         await asyncio.sleep(rng.uniform(0, 3 * config.reservation_ttl_s) if stalls else rng.expovariate(200))
 
     # ---- store
@@ -107,7 +107,7 @@ class FleetEngine(Process):
         granted = {key: slot for key, slot in zip(request.keys, reply.slots, strict=True) if slot is not None}
         if not granted:
             return
-        fate = rng.choices(("commit", "abort", "lost"), (12, 1, 0 if self.fleet.calm else 1))[0]
+        fate = rng.choices(("commit", "abort", "lost"), (12, 1, 0 if self.world.is_calm else 1))[0]
         checksums = await self._copy(daemon.arena, shard, granted, is_slow=fate == "lost")
         if fate == "commit":
             for key, sum_ in checksums.items():
@@ -180,7 +180,7 @@ class FleetEngine(Process):
         if not isinstance(reply, m.Leased) or daemon is None or not reply.lease:
             await self._after_fault(reply)
             return 0
-        if self.world.chance(0.03 * (not self.fleet.calm)):
+        if self.world.chance(0.03 * (not self.world.is_calm)):
             return 0
         slots, checksums = list(reply.slots), list(reply.checksums)
         wrong = await self._read(daemon.arena, shard, keys, slots, checksums)
@@ -190,7 +190,7 @@ class FleetEngine(Process):
                 their = keys[len(slots) :]
                 wrong |= await self._read(daemon.arena, shard, their, ready.slots, ready.checksums)
                 slots += ready.slots
-        if self.world.chance(0.1 * (not self.fleet.calm)):
+        if self.world.chance(0.1 * (not self.world.is_calm)):
             await asyncio.sleep(self.world.rng.uniform(0, 2 * self.fleet.core_config.lease_ttl_s))
         ended = await self.ask(m.Release(self._call_id(), self.name, reply.lease, None, list(wrong), shard))
         if not isinstance(ended, m.Released) or not ended.valid:

@@ -50,13 +50,13 @@ class Judge(Promises):
         if name is not None and name in self._replies and self._must_repeat(name):
             self.world.violate(f"a repeat of {type(event).__name__} was refused, the first was not")
 
-    def after(self, event: m.Event, actions: Sequence[m.Action], now_s: float, core: CacheCore) -> None:
+    def after(self, event: m.Event, actions: Sequence[m.Action], now_s: float) -> None:
         """The core answered."""
         reply: m.Action | None = None
         for action in actions:
             match action:
                 case m.Pull():
-                    self.pull_begins(action, core)
+                    self.pull_begins(action)
                 case m.Ready():
                     self.ready(action)
                 case m.Publish():
@@ -68,8 +68,8 @@ class Judge(Promises):
                 case _:
                     reply = action
         if reply is not None and not self._is_repeat(event, reply):
-            self._answered(event, reply, now_s, core)
-        self._balance(core)
+            self._answered(event, reply, now_s)
+        self.nobody_waits_in_vain()
 
     def _is_repeat(self, event: m.Event, reply: m.Action) -> bool:
         name = _call_of(event)
@@ -88,7 +88,7 @@ class Judge(Promises):
         first = self._replies[name]
         return not name[0].startswith("peer:") or (isinstance(first, m.Leased) and first.lease in self.leases)
 
-    def _answered(self, event: m.Event, reply: m.Action, now_s: float, core: CacheCore) -> None:
+    def _answered(self, event: m.Event, reply: m.Action, now_s: float) -> None:
         match event, reply:
             case m.Lookup(), m.Offered():
                 self.offered(event, reply, now_s)
@@ -97,7 +97,7 @@ class Judge(Promises):
             case m.Load(), m.Leased():
                 self.loaded(event, reply, now_s)
             case m.Acquire(), m.Leased():
-                self.acquired(event, reply, now_s, core)
+                self.acquired(event, reply, now_s)
             case m.Release(), m.Released():
                 self.released(event, reply, now_s)
             case m.Reserve(), m.Reserved():
@@ -123,7 +123,7 @@ class Judge(Promises):
                 lease.is_void = lease.is_void or block in lease.blocks
             self.offers = {id: its for id, its in self.offers.items() if block.key not in its.keys}
 
-    def _balance(self, core: CacheCore) -> None:
+    def balance(self, core: CacheCore) -> None:
         """Caps, and what the core says that it holds."""
         resident = {
             block.id: block.pool().tier.spec.kind
@@ -174,15 +174,19 @@ class JudgedCore(CacheCore):
             raise
 
     def _judged(self, event: m.Event, now_s: float) -> list[m.Action]:
+        truth = self.judge.truth
         self.judge.before(event, now_s)
         try:
             actions: list[Any] = super().handle(event, now_s)
         except KvtierError:
             self.judge.refused(event)
-            if self.judge.truth.checks_cores:
+            if truth.checks_cores:
                 self.check()
             raise
-        self.judge.after(event, actions, now_s, self)
-        if self.judge.truth.checks_cores:
+        self.judge.after(event, actions, now_s)
+        if self.judge.world.is_calm and isinstance(event, m.Tick | m.Scrub):
+            return actions  # most of what happens then, and changes nothing
+        self.judge.balance(self)
+        if truth.checks_cores:
             self.check()
         return actions

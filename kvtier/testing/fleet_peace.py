@@ -16,22 +16,22 @@ from kvtier.types import Key, Layout
 if TYPE_CHECKING:
     from kvtier.testing.fleet import Fleet
 
-SETTLE_S: Final = 30.0
+SETTLE_S: Final = 20.0
 """Longer than any time of a history: leases, heartbeats, breakers, calls that hang, pulls, the index' TTL."""
 PUBLISH_S: Final = 2.0
 """Where nothing goes wrong, changes are in the index so soon."""
-REPUBLISH_S: Final = 4.0
+REPUBLISH_S: Final = 3.0
 """And everything so soon after it was lost: within some heartbeats, long before the slow sweep comes by."""
 AMPLE_CHANGES: Final = 1000
 AMPLE_S: Final = 1000.0
-MAX_PROBES: Final = 12
+MAX_PROBES: Final = 8
 MAX_ATTEMPTS: Final = 6
 
 
 async def make_peace(fleet: Fleet) -> None:
     """Stop what goes wrong, wait, and judge what is left."""
     world = fleet.world
-    fleet.calm = True
+    world.is_calm = True
     world.weather = Weather()
     world.cut.clear()
     world.slow.clear()

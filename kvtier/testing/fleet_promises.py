@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.core import messages as m
-from kvtier.core.cache import CacheCore
 from kvtier.core.config import CoreConfig
 from kvtier.hashing import checksum
 from kvtier.testing.fleet_memory import Arena, Version, version_of
@@ -128,14 +127,14 @@ class Promises:
                 self.world.violate(f"{len(held)} blocks were held, {promised} are here or coming")
         self._leased(event.engine, event.keys, event.shard, reply, now_s)
 
-    def acquired(self, event: m.Acquire, reply: m.Leased, now_s: float, core: CacheCore) -> None:
+    def acquired(self, event: m.Acquire, reply: m.Leased, now_s: float) -> None:
         """A lease for a peer, within its share."""
         if reply.coming:
             self.world.violate("a peer was promised blocks that are not here")
         name = m.peer_name(event.peer)
         self._leased(name, event.keys, event.shard, reply, now_s)
         given = {slot: None for its in self.leases.values() if its.name == name for slot in its.slots}
-        limit = core.stats().tiers[0].allocated_bytes * self.config.max_given_fraction
+        limit = len(self.arena.memory) * self.config.max_given_fraction
         if sum(slot.size_bytes for slot in given) > limit:
             self.world.violate(f"{name} leases more than its share")
 
@@ -201,7 +200,7 @@ class Promises:
                 if place.node == self.node or not self._counts_as_live(place.node, place.incarnation):
                     self.world.violate(f"a place at {place} counted")
 
-    def pull_begins(self, pull: m.Pull, core: CacheCore) -> None:
+    def pull_begins(self, pull: m.Pull) -> None:
         """Its slots are nobody else's, and within bounds."""
         if pull.pull in self.pulls or not pull.keys or len(pull.keys) != len(pull.slots):
             self.world.violate(f"pull {pull.pull} is no new pull of {len(pull.keys)} blocks")
@@ -215,7 +214,7 @@ class Promises:
         filling = sum(
             slot.size_bytes for its in self.pulls.values() for slot in its.action.slots[its.arrived :]
         )
-        limit = core.stats().tiers[0].allocated_bytes * self.config.max_pulled_fraction
+        limit = len(self.arena.memory) * self.config.max_pulled_fraction
         if len(self.pulls) > self.config.max_pulls or filling > limit:
             self.world.violate(f"{len(self.pulls)} pulls fill {filling} bytes: more than their bound")
 
@@ -279,6 +278,13 @@ class Promises:
         for offer in self.offers.values():
             if block.key in offer.keys[: offer.blocks]:
                 offer.blocks = offer.keys.index(block.key)
+
+    def nobody_waits_in_vain(self) -> None:
+        """A lease that was not told its last is told more, or ends: what it waits for is on its way."""
+        for id, lease in self.leases.items():
+            waits = not lease.is_told_all and not lease.is_void
+            if waits and lease.blocks[len(lease.slots)] not in self._pulling:
+                self.world.violate(f"lease {id} waits for blocks that nobody brings")
 
     def ready(self, ready: m.Ready) -> None:
         """In order, and to the last."""

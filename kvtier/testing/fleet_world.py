@@ -130,6 +130,8 @@ class World:
 
     Attributes
     ----------
+    is_calm
+        All trouble is over.
     failure
         The first thing that must never happen, None so far.
     cut
@@ -144,6 +146,7 @@ class World:
         self.rng = random.Random(seed)
         self.loop = VirtualLoop(lambda: self.rng.expovariate(1000))
         self.loop.set_exception_handler(lambda _, context: self.judge(context.get("exception")))
+        self.is_calm = False
         self.failure: BaseException | None = None
         self.weather = Weather()
         self.cut: dict[tuple[str, str], None] = {}

@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 
 from kvtier.core import messages as m
+from kvtier.core.blocks import Block
+from kvtier.core.cache import CacheCore
+from kvtier.core.engines import Engines, Party
+from kvtier.core.forest import Forest
+from kvtier.core.holds import Holds
+from kvtier.core.leases import Leases
+from kvtier.core.pulls import Pulls
 from kvtier.core.replies import ReplyCache
+from kvtier.core.residency import Residency
 from kvtier.hashing import Hasher
 from kvtier.remote import answers, pulls
 from kvtier.remote.membership import Membership
@@ -151,6 +159,97 @@ def a_dead_node_lives_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Membership, "_answered", wrong)
 
 
+# ---- in the core
+
+
+def replicas_are_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    commit = Forest.commit
+
+    def wrong(self: Forest, block: Block, checksum: bytes) -> None:
+        commit(self, block, checksum)
+        if block.replica:
+            block.pool().tier.resident_bytes += block.shape.slot_bytes
+
+    patch.setattr(Forest, "commit", wrong)
+
+
+def slots_of_pulls_go_back_on_a_timer(patch: pytest.MonkeyPatch) -> None:
+    tick, ended = CacheCore._tick, Pulls.ended
+
+    def wrong_tick(self: CacheCore, event: m.Tick, now_s: float) -> list[m.Action]:
+        for id, entry in list(self.pulls.running.items()):
+            if now_s - entry.since_s > 0.1:
+                self.pulls.ended(m.PullEnded(id, "late"), now_s)
+        return tick(self, event, now_s)
+
+    def wrong_ended(self: Pulls, event: m.PullEnded, now_s: float) -> None:
+        if event.pull in self.running:
+            ended(self, event, now_s)
+
+    patch.setattr(CacheCore, "_tick", wrong_tick)
+    patch.setattr(Pulls, "ended", wrong_ended)
+
+
+def nobody_is_told_that_a_pull_failed(patch: pytest.MonkeyPatch) -> None:
+    cut = Leases._cut
+
+    def wrong(self: Leases, lease: Any, count: int) -> None:
+        cut(self, lease, count)
+        self.readies = [ready for ready in self.readies if ready.slots]
+
+    patch.setattr(Leases, "_cut", wrong)
+
+
+def nobody_is_told_what_arrives(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Leases, "arrived", lambda self, blocks: None)
+
+
+def holds_outlive_what_never_came(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Holds, "shorten", lambda self, rest: None)
+
+
+def leases_of_peers_do_not_protect(patch: pytest.MonkeyPatch) -> None:
+    give, end = Leases.give, Leases.end
+
+    def wrong_give(self: Leases, event: m.Acquire, lease: int, *args: Any) -> m.Leased:
+        reply = give(self, event, lease, *args)
+        if reply.lease:
+            self._residency.unguard(self.leases[lease].blocks[-1])
+        return reply
+
+    def wrong_end(self: Leases, lease: Any) -> None:
+        if lease.engine.name.startswith("peer:"):
+            self._residency.guard(lease.blocks[-1])
+        end(self, lease)
+
+    patch.setattr(Leases, "give", wrong_give)
+    patch.setattr(Leases, "end", wrong_end)
+
+
+def a_peer_may_lease_everything(patch: pytest.MonkeyPatch) -> None:
+    peer = Engines.peer
+
+    def wrong(self: Engines, node: str, now_s: float) -> Party:
+        party = peer(self, node, now_s)
+        party.share = 1.0
+        return party
+
+    patch.setattr(Engines, "peer", wrong)
+
+
+def pulls_may_fill_everything(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Pulls, "_room_bytes", lambda self, tier: tier.allocated_bytes)
+
+
+def evictions_are_not_published(patch: pytest.MonkeyPatch) -> None:
+    changes = Residency.changes
+
+    def wrong(self: Residency) -> list[m.Publish]:
+        return [replace(publish, removed=[]) for publish in changes(self)]
+
+    patch.setattr(Residency, "changes", wrong)
+
+
 PLANTS: list[Plant] = [
     pulls_end_on_a_timer,
     a_transfer_that_is_late_is_left_alone,
@@ -167,4 +266,13 @@ PLANTS: list[Plant] = [
     blocks_arrive_before_they_are_here,
     blocks_are_named_by_their_place_in_the_batch,
     a_dead_node_lives_on,
+    replicas_are_counted_twice,
+    slots_of_pulls_go_back_on_a_timer,
+    nobody_is_told_that_a_pull_failed,
+    nobody_is_told_what_arrives,
+    holds_outlive_what_never_came,
+    leases_of_peers_do_not_protect,
+    a_peer_may_lease_everything,
+    pulls_may_fill_everything,
+    evictions_are_not_published,
 ]
