@@ -28,6 +28,7 @@ ANSWER_TOKENS: Final = 24
 SETTLE_S: Final = 1.3
 """vLLM's workers spin for a second after their last step, which would slow the other engine down."""
 DRAM_BYTES: Final = 512 << 20
+SHM_DIR: Final = Path("/dev/shm")
 PATIENT: Final = {
     "lookup_timeout_s": 2.0,
     "call_timeout_s": 10.0,
@@ -46,13 +47,20 @@ Progress = Callable[[str], None]
 
 @contextmanager
 def workplace() -> Iterator[Path]:
-    """A private directory with a short name, gone afterwards."""
+    """A private directory with a short name, gone afterwards, and so is `memory_of` it."""
     directory = Path(tempfile.mkdtemp(prefix="kvtier-demo-", dir="/tmp"))
     try:
+        memory_of(directory).mkdir(mode=0o700)
         yield directory
     finally:
         stop_all()
-        shutil.rmtree(directory, ignore_errors=True)
+        for each in (directory, memory_of(directory)):
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def memory_of(directory: Path) -> Path:
+    """Where nodes of this workplace keep their arenas: a daemon that is killed cannot remove its own."""
+    return SHM_DIR / directory.name
 
 
 def run(progress: Progress) -> Result:
@@ -94,6 +102,7 @@ class _Demo:
         self._prompts: list[list[int]] = []
         self._references: list[Answer] = []
         self._runs: list[Run] = []
+        self._transfer = ""
 
     def run(self) -> Result:
         self._progress("starting an index and the nodes A and B")
@@ -117,7 +126,7 @@ class _Demo:
         self._restarted_engine(a)
         self._second_node(b)
         self._restarted_node(a, b)
-        return self._result(node_b)
+        return self._result()
 
     # ---- the scenes
 
@@ -155,6 +164,7 @@ class _Demo:
         warm_up(b.engine, WARM_UP_SEEDS["A"][1:2])  # what A has: the first pull pays for the connection
         before = b.node.status().counters
         self._ask(REMOTE, b, 1, loadable=self._shared())
+        self._transfer = _transfer(b.node.admin.list_nodes())
         b.node.wait_stored(before.stored_blocks + (len(self._prompts[1]) - self._shared()) // BLOCK_TOKENS)
         b.engine.reset_prefix_cache()
         self._ask(REPLICA, b, 1, loadable=len(self._prompts[1]))
@@ -165,6 +175,7 @@ class _Demo:
         self._progress("killing node A and starting it again, with nothing in its memory")
         a.node.kill()
         a.node = self._start_node("A")
+        warm_up(a.engine, WARM_UP_SEEDS["A"][1:2])  # vLLM's scheduler learns of the new daemon by asking it
         a.node.wait_engine()
         for node in (a.node, b.node):
             node.wait_peers(2)
@@ -175,6 +186,7 @@ class _Demo:
 
     def _start_node(self, name: str) -> NodeProcess:
         options = {**PATIENT_NODE, **self._index.options, "dram_bytes": DRAM_BYTES, "node_name": name}
+        options["shm_dir"] = memory_of(self._directory)
         return self._stack.enter_context(NodeProcess(self._directory / name, **options))
 
     def _start_engine(self, name: str, node: NodeProcess | None) -> Engine:
@@ -213,12 +225,12 @@ class _Demo:
             )
         )
 
-    def _result(self, node: NodeProcess) -> Result:
+    def _result(self) -> Result:
         return Result(
             model=model.MODEL_NAME,
             block_tokens=BLOCK_TOKENS,
             shared_tokens=self._shared(),
-            transfer=_transfer(node.admin.list_nodes()),
+            transfer=self._transfer,
             reference_ttft_s=self._references[0].ttft_s,
             reference_texts=tuple(each.text for each in self._references),
             runs=tuple(self._runs),

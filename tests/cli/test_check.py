@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli import check
+from kvtier.cli import check, reach
 from kvtier.cli.probes import DEGRADED, MISSING, OK, PROBES, Finding
 from kvtier.config import Config
 from kvtier.demo.node import NodeProcess
@@ -123,3 +123,30 @@ def test_what_foreign_libraries_print_stays_off_stdout() -> None:
         [sys.executable, "-m", "kvtier.cli.probes", "nixl"], capture_output=True, check=True
     )
     assert isinstance(json.loads(done.stdout), list)
+
+
+def test_how_other_nodes_would_call_this_one(short_dir: Path) -> None:
+    shared = {"index": "redis://127.0.0.1:1"}
+    assert reach.own_finding(config(short_dir, **shared))["state"] == OK
+    for values, state, word in (
+        ({"peer_host": "10.0.0.7"}, MISSING, "tls_cert_file"),
+        ({"peer_host": "0.0.0.0", "insecure": True}, MISSING, "peer_address"),
+        ({"peer_host": "10.0.0.7", "insecure": True}, DEGRADED, "10.0.0.7"),
+        ({"tls_cert_file": Path("/nowhere")}, MISSING, "tls_key_file"),
+        ({"peer_port": -1}, DEGRADED, "-1"),
+        ({"index": "none"}, DEGRADED, "index"),
+    ):
+        finding = reach.own_finding(config(short_dir, **{**shared, **values}))
+        assert finding["state"] == state, finding
+        assert word in finding["why"]
+        assert finding["todo"]
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://127.0.0.1:1", "http://somewhere", "redis+cluster://127.0.0.1:1", "rediss://u:secret@"]
+)
+def test_an_index_that_cannot_be_reached(short_dir: Path, url: str) -> None:
+    finding = reach.index_finding(config(short_dir, index=url))
+    assert (finding["state"], finding["needed"]) == (MISSING, True)
+    assert finding["todo"]
+    assert "secret" not in finding["why"]
