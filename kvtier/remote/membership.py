@@ -50,6 +50,8 @@ class Membership:
         from then on.
     on_lost
         The index does not know this node (any more): whatever was published has to be published again.
+    on_back
+        The index answers again.
     on_fault
         Told the operation (``heartbeat``, ``nodes``) that the index did not answer.
 
@@ -74,6 +76,7 @@ class Membership:
         on_change: Callable[[list[NodeRecord]], None],
         on_fenced: Callable[[Fenced], None],
         on_lost: Callable[[], None],
+        on_back: Callable[[], None] = lambda: None,
         on_fault: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,6 +90,7 @@ class Membership:
         self._on_change = on_change
         self._on_fenced = on_fenced
         self._on_lost = on_lost
+        self._on_back = on_back
         self._on_fault = on_fault
         self._clock = clock
         self._seen: dict[str, _Seen] = {}
@@ -163,6 +167,7 @@ class Membership:
     def _answered(self, records: list[NodeRecord]) -> None:
         if not self.is_up:
             log.info("the index answers")
+            self._on_back()
         self.is_up = True
         self.last_error = ""
         now_s = self._clock()

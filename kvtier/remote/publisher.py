@@ -2,15 +2,18 @@
 
 Changes wait in a bounded set until the index has taken them. Where that overflows, or where the index has
 lost what it knew, all that is resident is published anew, throttled. A slow sweep over everything renews
-what would run out and heals whatever differs. One call to the index runs at a time, so that what is sent
-later is newer.
+what would run out and heals whatever differs; a few blocks are looked up now and then, so that an index that
+has lost much (a failover to an old replica, a reply that never came) is told at once. One change to the index
+runs at a time, so that what is sent later is newer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Final
 
@@ -26,6 +29,9 @@ GATHER_S: Final = 0.005
 """Changes of so long a time become one call."""
 RECONCILE_S: Final = 600.0
 """A slow sweep takes so long, or a third of the locations' TTL if that is shorter."""
+CHECK_EVERY_S: Final = 30.0
+CHECK_BLOCKS: Final = 16
+"""So many blocks, drawn at random, are looked up in each check."""
 CALL_TIMEOUT_S: Final = 5.0
 FIRST_RETRY_S: Final = 0.1
 MAX_RETRY_S: Final = 2.0
@@ -77,7 +83,9 @@ class Publisher:
         self._overflows = False
         self._dirty = asyncio.Event()
         self._lost = asyncio.Event()
+        self._doubts = asyncio.Event()
         self._turn = asyncio.Lock()
+        self._dice = random.Random(record_now().incarnation)
 
     @property
     def unpublished(self) -> int:
@@ -86,7 +94,7 @@ class Publisher:
 
     async def run(self) -> None:
         """Tell the index until cancelled; what has not been told then never will be."""
-        await asyncio.gather(self._flush_forever(), self._sweep_forever())
+        await asyncio.gather(self._flush_forever(), self._sweep_forever(), self._check_forever())
 
     # ---- what changed
 
@@ -112,6 +120,10 @@ class Publisher:
         """The index has lost what it knew of this node: tell it everything again."""
         self._behind = max(1, self._behind)
         self._lost.set()
+
+    def doubt(self) -> None:
+        """The index was away for a while: see soon whether it still knows what it was told."""
+        self._doubts.set()
 
     def _keep_bound(self) -> None:
         if len(self._added) + len(self._removed) <= self._max_unpublished:
@@ -231,6 +243,39 @@ class Publisher:
         except TimeoutError:
             return self._lost.is_set()
         return True
+
+    # ---- is it still so?
+
+    async def _check_forever(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CHECK_EVERY_S):
+                    await self._doubts.wait()
+            self._doubts.clear()
+            if not self.unpublished:  # otherwise it is known to differ, and being told
+                await self._check()
+
+    async def _check(self) -> None:
+        drawn = self._draw()
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                found = await self._index.find(drawn)
+        except (KvtierError, TimeoutError):
+            self._on_fault("find")
+            return
+        # Nobody at all is listed: that this node alone is not may be because so many others are.
+        missing = sum(self._is_told(block) for block, places in zip(drawn, found, strict=True) if not places)
+        if missing:
+            log.warning("the index has forgotten: publishing everything", missing=missing, drawn=len(drawn))
+            self.republish()
+
+    def _draw(self) -> list[BlockId]:
+        blocks = self._residents()
+        chosen = (blocks[self._dice.randrange(len(blocks))] for _ in range(min(CHECK_BLOCKS, len(blocks))))
+        return [block for block in chosen if self._is_told(block)]
+
+    def _is_told(self, block: BlockId) -> bool:
+        return block not in self._added and self._tier_of(block) is not None
 
     # ---- calls
 

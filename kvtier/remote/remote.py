@@ -120,7 +120,8 @@ class Remote:
             is_registered=life.is_registered,
             on_change=peers.update,
             on_fenced=self._fenced,
-            on_lost=self._lost,
+            on_lost=lambda: self.publisher.republish(),
+            on_back=lambda: self.publisher.doubt(),
             on_fault=self._count_fault,
             clock=clock,
         )
@@ -219,9 +220,6 @@ class Remote:
     def _fenced(self, error: Fenced) -> None:
         if not self.fenced.done():
             self.fenced.set_result(error)
-
-    def _lost(self) -> None:
-        self.publisher.republish()
 
     def _count_fault(self, operation: str) -> None:
         self._metrics.index_faults.labels(operation).inc()

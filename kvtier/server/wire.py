@@ -297,9 +297,7 @@ def leased(reply: m.Leased, tier: TierKind) -> Iterator[engine_pb2.LoadResponse]
     return _load_messages(reply, 0, reply.slots, reply.checksums, reply.coming, tier)
 
 
-def ready(
-    reply: m.Leased, more: m.Ready, left: int, tier: TierKind
-) -> Iterator[engine_pb2.LoadResponse]:
+def ready(reply: m.Leased, more: m.Ready, left: int, tier: TierKind) -> Iterator[engine_pb2.LoadResponse]:
     """What arrived since, under the same lease; `left` blocks may still come after these."""
     return _load_messages(reply, more.first, more.slots, more.checksums, left, tier)
 

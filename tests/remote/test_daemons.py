@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import socket
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,43 @@ async def test_one_serves_what_the_other_has_stored(pair: tuple[Member, Member])
     one.node.core.check()
 
 
+async def test_metrics_show_it(start: Any, shared: ValkeyServer) -> None:
+    url = f"redis://127.0.0.1:{shared.port}"
+    one, two = await start("a", index=url), await start("b", index=url, metrics_port=0)
+    await until(lambda: two.sees(one), "they see each other")
+    keys = chain(1, 12)
+    await one.store(keys)
+    await published(one)
+    await two.lookup(keys)
+    await two.load(keys)
+    await published(two)
+    shared.stop()
+    await until(lambda: not two.remote.index_up, "it notices the loss")
+
+    def scrape() -> str:
+        with urllib.request.urlopen(f"http://{two.daemon.metrics_address}/metrics", timeout=10) as answer:
+            return str(answer.read().decode())
+
+    lines = (await asyncio.to_thread(scrape)).splitlines()
+    size = 12 * two.engine.layout.block_bytes
+    for wanted in (
+        'kvtier_pulls_total{outcome="whole",reason=""} 1.0',
+        f'kvtier_pulled_bytes_total{{transfer="stream"}} {float(size)}',
+        'kvtier_pull_seconds_count{transfer="stream"} 1.0',
+        'kvtier_transfers_running{transfer="stream"} 0.0',
+        'kvtier_index_changes_total{change="publish"} 12.0',
+        'kvtier_peers{state="up"} 1.0',
+        'kvtier_peers{state="failing"} 0.0',
+        "kvtier_index_up 0.0",
+        "kvtier_unpublished 0.0",
+        "kvtier_pulled_blocks_total 12.0",
+    ):
+        assert wanted in lines, wanted
+    faults = [line for line in lines if line.startswith("kvtier_index_faults_total{")]
+    assert faults
+    assert not any(one.node.identity.node_id in line or keys[0].hex() in line for line in lines)
+
+
 async def test_what_is_here_costs_no_question(pair: tuple[Member, Member]) -> None:
     one, _ = pair
     keys = chain(1, 4)
@@ -240,7 +278,11 @@ async def test_the_index_is_lost_and_comes_back_empty(
         await until(lambda: one.sees(two) and two.sees(one), "they see each other again")
         await published(one)
         for some in (keys, more):
-            assert (await two.lookup(some, request=str(some[0][0]))).blocks == 6
+
+            async def is_found(some: list[Key] = some) -> bool:
+                return (await two.lookup(some, request=str(some[0][0]))).blocks == 6
+
+            await harness.until(is_found, "the other finds it again")
     finally:
         server.stop()
 

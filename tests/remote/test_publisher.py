@@ -276,6 +276,36 @@ async def test_differences_are_healed(
         await asyncio.sleep(0.05)
 
 
+async def test_an_index_that_forgot_is_found_out(make_holder: Any, valkey: Any) -> None:
+    """A failover to a replica that had not heard of the blocks: the node's own record is there."""
+    holder = await make_holder()
+    some = blocks(200)
+    holder.add(some)
+    await holder.settled()
+    await holder.reader.withdraw(holder.record, some)
+    await holder.index.inner.nodes()  # as its membership does all the time
+    holder.publisher.doubt()
+    await until(lambda: holder.done["publish"] == 400, "all of it is published again")
+    assert await holder.equals(some)
+    begin = len(holder.index.calls)
+    holder.publisher.doubt()
+    await until(lambda: "find" in holder.index.calls[begin:], "it is looked at again")
+    await holder.settled()
+    assert holder.index.calls[begin:] == ["find"], "and is right"
+
+
+async def test_a_doubt_without_blocks_or_index_is_harmless(make_holder: Any) -> None:
+    holder = await make_holder()
+    holder.publisher.doubt()
+    await until(lambda: holder.index.calls == ["find"], "nothing is there to look for")
+    holder.add(blocks(3))
+    await holder.settled()
+    holder.index.is_cut = True
+    holder.publisher.doubt()
+    await until(lambda: holder.faults == ["find"], "the index is away")
+    assert holder.publisher.unpublished == 0
+
+
 @pytest.mark.slow
 async def test_entries_are_renewed_before_they_end(make_holder: Any) -> None:
     holder = await make_holder(index_ttl_s=3.0)
