@@ -128,6 +128,12 @@ class Pool:
         else:
             self._list(extent)
 
+    def give_back(self) -> None:
+        """Extents that were taken for what did not come after all are free again."""
+        for extent in [self.tier.extents[number] for number in self.open]:
+            if len(extent.free) == self.slots_per_extent:
+                self._return(extent)
+
     def slot(self, extent: Extent, index: int) -> Slot:
         """The slot as the world outside knows it; made once for each slot of an extent."""
         slot = extent.slots[index]

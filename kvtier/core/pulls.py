@@ -83,6 +83,8 @@ class Pulls:
             raise UnknownId("the request was released, loaded or asked anew while the index was asked")
         tail, short = self._plan(event, engine, now_s)
         pulls = [] if tail is None else self._begin(tail, lookup, engine, first_id, now_s)
+        if short != "missing":  # room was made, perhaps, for blocks that were then left away
+            self._tier().pool(engine.shape.slot_bytes).give_back()
         return self._leases.lookup(lookup, engine, now_s, event.first, short), pulls
 
     def _plan(self, event: m.Located, engine: Engine, now_s: float) -> tuple[Tail | None, str]:

@@ -315,6 +315,18 @@ def test_a_pull_without_room_is_none() -> None:
     assert not w.told(m.Find) or not w.answer(w.told(m.Find)[0], "aaaa")[1]
 
 
+def test_room_for_a_pull_that_then_does_not_pay_is_given_back() -> None:
+    """Too little room leaves too few blocks for the round trip; check() sees an extent that stays taken."""
+    w = world(8)
+    w.register("other", make_layout())
+    held = chain("held", 4)
+    w.store(held)
+    w.lookup(held, request="held", engine="other")
+    offer, pulls = w.locate(chain("a", 8), "a" * 8, compute_s=0.0006)
+    assert (offer.blocks, pulls) == (0, [])
+    assert w.store(chain("b", 4)) == [G] * 4
+
+
 def test_an_offer_is_not_longer_than_the_engine_may_hold() -> None:
     w = world(16, max_leased_fraction=0.5)
     keys = chain("a", 12)
