@@ -86,14 +86,18 @@ def test_the_default_listens_to_nobody_either(serve: Callable[..., DaemonProcess
 
 
 def test_peers_are_on_the_loopback(serve: Callable[..., DaemonProcess], shared: ValkeyServer) -> None:
+    """The daemon, and whatever it starts to move bytes; which ends with it, also with one that is killed."""
     daemon = serve(index=f"redis://127.0.0.1:{shared.port}")
-    address = daemon.status().peer_address
-    host, port = address.rsplit(":", 1)
+    until(lambda: {each.name for each in daemon.status().transfers} >= {"nixl", "stream"}, "all is tried")
+    host, port = daemon.status().peer_address.rsplit(":", 1)
     assert host == "127.0.0.1"
     loopback = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}
-    found = listening(daemon.process.pid)
+    helpers = children(daemon.process.pid)
+    found = set().union(*map(listening, [daemon.process.pid, *helpers]))
     assert int(port) in {its for _, its in found}
     assert {its for its, _ in found} <= loopback, found
+    daemon.kill()
+    until(lambda: not any(Path(f"/proc/{helper}").exists() for helper in helpers), "its helpers are gone too")
 
 
 def test_the_older_of_two_daemons_stops_and_says_why(
