@@ -220,7 +220,7 @@ class Puller:
         flying: deque[tuple[slice, asyncio.Task[None]]] = deque()
 
         def launch() -> None:
-            while waiting and len(flying) < BATCHES_IN_FLIGHT:
+            while waiting and len(flying) < BATCHES_IN_FLIGHT and job.left_s(self._clock()) > 0:
                 batch = waiting.popleft()
                 flying.append((batch, self._launch(job, transfer, remote, acquired, batch)))
 
@@ -233,6 +233,8 @@ class Puller:
                 _raise_from(task)
                 launch()
                 await self._verify(job, acquired, batch)
+            if waiting:
+                raise TransferFault("the time of the pull was over before all of it was asked for")
         finally:
             await _settle([task for _, task in flying])
 
@@ -240,8 +242,6 @@ class Puller:
         self, job: _Job, transfer: Transfer, remote: Remote, acquired: Acquired, batch: slice
     ) -> asyncio.Task[None]:
         left_s = job.left_s(self._clock())
-        if left_s <= 0:
-            raise TransferFault("the time of the pull was over before all of it was asked for")
         sources = acquired.slots[batch]
         sizes = [job.pull.block_bytes] * len(sources)
         into = [slot.offset_bytes for slot in job.pull.slots[batch]]

@@ -75,7 +75,8 @@ async def make_asker(tmp_path: Path, shm: Path) -> AsyncIterator[Callable[..., A
 
     async def make(**values: Any) -> Asker:
         bend = values.pop("bend", lambda transfer: [transfer])
-        made.append(await Asker(config(tmp_path / "asker", shm, **values), bend).start())
+        clock = values.pop("clock", time.monotonic)
+        made.append(await Asker(config(tmp_path / "asker", shm, **values), bend, clock).start())
         return made[-1]
 
     yield make
@@ -263,6 +264,30 @@ async def test_a_lease_that_ran_out_makes_nothing_visible(
     assert arrived <= pulls.FIRST_BATCH_BLOCKS
     assert fault in {pulls.LEASE, pulls.TRANSFER}
     assert asker.counted("none", fault) + asker.counted("part", fault) == 1
+
+
+async def test_bytes_that_come_when_the_lease_is_over_by_the_own_clock(
+    owner: Owner, make_asker: Callable[..., Awaitable[Asker]]
+) -> None:
+    """They are even right; but nobody can know, but for the checksum."""
+    made: list[Bent] = []
+    passed_s = 0.0
+
+    def bend(transfer: Any) -> list[Bent]:
+        made.append(Bent(transfer))
+        return made
+
+    def spoil(number: int, into: Sequence[int]) -> None:
+        nonlocal passed_s
+        if number == 0:
+            passed_s = owner.config.lease_ttl_s
+
+    asker = await make_asker(bend=bend, clock=lambda: time.monotonic() + passed_s)
+    made[0].spoil = spoil
+    knows(asker, owner)
+    assert await asker.pull(owner.record(), KEYS, timeout_s=1000.0) == (0, pulls.LEASE)
+    assert made[0].running == 0
+    await all_given_back(owner)
 
 
 async def test_leased_slots_are_not_evicted(owner: Owner, bent: tuple[Asker, Bent]) -> None:
