@@ -13,12 +13,10 @@ import grpc
 
 from kvtier import logs
 from kvtier.config import Config
+from kvtier.core.config import CALL_ID_BYTES
 from kvtier.errors import (
-    Conflict,
     DeadlineExceeded,
-    InvalidRequest,
     KvtierError,
-    LimitExceeded,
     ProtocolMismatch,
     TransferFault,
     Unavailable,
@@ -28,55 +26,23 @@ from kvtier.interfaces import Remote, Transfer
 from kvtier.remote import answers
 from kvtier.remote.answers import Acquired, Peer
 from kvtier.remote.breaker import Breaker
-from kvtier.remote.tls import Tls, load_tls, parse_address
+from kvtier.remote.channels import open_channel, restored
+from kvtier.remote.tls import Tls, load_tls
 from kvtier.types import PROTOCOL_VERSION, Key, NodeRecord, pack_keys
 from kvtier.v1 import peer_pb2 as pb
 from kvtier.v1 import peer_pb2_grpc
 
-READ_CHUNK_BYTES: Final = 1 << 20
-"""What one message of `PeerService.Read` carries at most."""
-READ_MESSAGE_BYTES: Final = READ_CHUNK_BYTES + (64 << 10)
-CALL_ID_BYTES: Final = 16
 RELEASE_TIMEOUT_S: Final = 2.0
 """A lease that cannot be given back in this time runs out by itself."""
 MAX_ENDING: Final = 256
 """Leases of one peer that are being given back at once; more run out by themselves."""
 CLOSE_GRACE_S: Final = 0.5
-FIRST_RECONNECT_MS: Final = 100
-MAX_RECONNECT_MS: Final = 2_000
-KEEPALIVE_MS: Final = 20_000
-KEEPALIVE_TIMEOUT_MS: Final = 5_000
-ERROR_METADATA: Final = "kvtier-error"
-MAX_MESSAGE_CHARS: Final = 200
-"""Of what a peer says of a fault; more is cut off."""
 TRANSFER_PENALTY_S: Final = 60.0
 """A transfer that failed with a peer comes after the others for so long."""
-
-_REFUSALS: Final[dict[str, type[KvtierError]]] = {
-    kind.__name__: kind
-    for kind in (InvalidRequest, UnknownId, Conflict, ProtocolMismatch, LimitExceeded, Unavailable)
-}
 
 T = TypeVar("T", bound=KvtierError)
 
 log = logs.get("peers")
-
-
-def channel_options(config: Config) -> list[tuple[str, Any]]:
-    """Of every channel to a peer: a connection of its own, bounded in everything."""
-    return [
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.enable_http_proxy", 0),
-        ("grpc.enable_retries", 0),
-        ("grpc.service_config_disable_resolution", 1),
-        ("grpc.initial_reconnect_backoff_ms", FIRST_RECONNECT_MS),
-        ("grpc.min_reconnect_backoff_ms", MAX_RECONNECT_MS),
-        ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_MS),
-        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        ("grpc.max_receive_message_length", max(config.max_message_bytes, READ_MESSAGE_BYTES)),
-        ("grpc.max_send_message_length", config.max_message_bytes),
-    ]
 
 
 class PeerLink:
@@ -291,18 +257,7 @@ class PeerLink:
         if self._channel is None:
             if self._is_closed:
                 raise Unavailable("the way to this peer is closed: it is gone, or began a new life")
-            address = parse_address(self.record.address)
-            options = channel_options(self._config)
-            if self._tls is not None:
-                credentials = self._tls.for_client()
-                self._channel = grpc.aio.secure_channel(address.target, credentials, options=options)
-            elif address.is_loopback or self._config.insecure:
-                self._channel = grpc.aio.insecure_channel(address.target, options=options)
-            else:
-                raise Unavailable(
-                    f"peer {address} is off this machine and there is no TLS: set tls_cert_file, "
-                    "tls_key_file and tls_ca_file on all nodes, or insecure where the network is trusted"
-                )
+            self._channel = open_channel(self.record.address, self._config, self._tls)
             self._stub = peer_pb2_grpc.PeerServiceStub(self._channel)  # type: ignore[no-untyped-call]
         return self._channel
 
@@ -314,7 +269,7 @@ class PeerLink:
         try:
             answer = await getattr(self._stub, method)(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _restored(error, self.record) from error
+            raise restored(error, self.record.name) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -347,16 +302,6 @@ class PeerLink:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close(None)
-
-
-def _restored(error: grpc.aio.AioRpcError, record: NodeRecord) -> KvtierError:
-    """The peer's own error where it names one of ours, else what the status means; its words are cut."""
-    said = "".join(c if c.isprintable() else " " for c in (error.details() or "")[:MAX_MESSAGE_CHARS])
-    message = f"peer {record.name!r}: {said or error.code().name}"
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceeded(message)
-    named = [value for name, value in error.trailing_metadata() or () if name == ERROR_METADATA]
-    return _REFUSALS.get(str(named[0]) if named else "", Unavailable)(message)
 
 
 class Peers:

@@ -18,7 +18,7 @@ from kvtier.errors import AlreadyRunning, ConfigError, InvalidRequest, KvtierErr
 from kvtier.interfaces import Transfer
 from kvtier.node import Node
 from kvtier.remote import tls
-from kvtier.remote.link import READ_MESSAGE_BYTES
+from kvtier.remote.channels import READ_MESSAGE_BYTES
 from kvtier.server.app import (
     HANDSHAKE_TIMEOUT_MS,
     KEEPALIVE_MS,

@@ -12,7 +12,7 @@ import numpy as np
 from kvtier.core import messages as m
 from kvtier.core.config import CALL_ID_BYTES
 from kvtier.errors import InvalidRequest, ProtocolMismatch, UnknownId
-from kvtier.remote.link import READ_CHUNK_BYTES
+from kvtier.remote.channels import READ_CHUNK_BYTES
 from kvtier.types import MAX_SHARDS, PAGE_SIZE_BYTES, PROTOCOL_VERSION, Key, Slot, unpack_keys
 from kvtier.v1 import peer_pb2 as pb
 

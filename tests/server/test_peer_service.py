@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvtier.remote.link import READ_CHUNK_BYTES
+from kvtier.remote.channels import READ_CHUNK_BYTES
 from kvtier.server import peer_service, peer_wire
 from kvtier.types import pack_keys
 from kvtier.v1 import peer_pb2 as pb
