@@ -102,7 +102,7 @@ class Fleet:
             has_index=True,
             max_pulls=rng.choice((2, 8)),
             max_pulled_fraction=rng.choice((0.3, 0.6)),
-            max_given_fraction=rng.choice((0.3, 0.6)),
+            max_given_fraction=rng.choice((0.15, 0.3, 0.6)),
             pull_bytes_per_s=rng.choice((1e6, 1e8)),
             pull_floor_s=rng.choice((0.1, 1.0, 5.0)),
         )
@@ -122,7 +122,7 @@ class Fleet:
             engine_poll_s=0.3,
             lease_ttl_s=core.lease_ttl_s,
             scrub_bytes_per_s=self.rng.choice((0, 8 * PAGE_SIZE_BYTES)),
-            verify_commits="off",
+            verify_commits=self.rng.choice(("off", "all")),
             heartbeat_s=1.0,
             dead_after_s=DEAD_AFTER_S,
             index_ttl_s=INDEX_TTL_S,
@@ -198,9 +198,12 @@ class Fleet:
             self.rng.choice(site.engines).die()
         self.join(site)
 
-    def _crash(self) -> None:
+    def _restart(self) -> None:
         site = self.rng.choice(list(self.sites.values()))
-        if site.daemon is not None:
+        if site.daemon is not None and self.rng.random() < 0.3:
+            self.world.count("stop")
+            self.world.network.spawn(site.daemon.stop())
+        elif site.daemon is not None:
             self.world.count("crash")
             site.daemon.end()
         self._soon(6.0, lambda: self.start(site))
@@ -283,7 +286,7 @@ class Fleet:
         self._every(3.0, self._replace_engine)
         self._every(1.0, self._administer)
         for periods, action in (
-            ((4.0, 15.0, 1000.0), self._crash),
+            ((4.0, 15.0, 1000.0), self._restart),
             ((3.0, 10.0, 1000.0), self._cut),
             ((3.0, 1000.0), self._slow_down),
             ((10.0, 1000.0, 1000.0), self._lose_index),

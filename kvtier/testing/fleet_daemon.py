@@ -22,7 +22,7 @@ from kvtier.testing.fleet_index import IndexClient
 from kvtier.testing.fleet_judge import Judge, JudgedCore
 from kvtier.testing.fleet_memory import Arena
 from kvtier.testing.fleet_peers import FleetPeers
-from kvtier.testing.fleet_transfer import FirstTransfer, SecondTransfer, SimulatedTransfer
+from kvtier.testing.fleet_transfer import Copy, FirstTransfer, SecondTransfer, SimulatedTransfer
 from kvtier.testing.fleet_world import Process
 from kvtier.types import Slot, TierKind
 
@@ -191,8 +191,7 @@ class Daemon(Process):
             return
         self.world.count("fenced")
         self.is_fenced = True
-        await node.stop()
-        self.end()
+        await self.stop()
 
     def _make_node(self, life: Life, index: IndexClient) -> Node:
         fleet = self.fleet
@@ -231,6 +230,15 @@ class Daemon(Process):
             clock=self.clock,
             seed=self.incarnation,
         )
+
+    async def stop(self) -> None:
+        """As an operator stops it: once the node has stopped, every pull has ended and nothing is written."""
+        if self.node is not None:
+            await self.node.stop()
+            running = sum(isinstance(writer, Copy) for writer in self.arena.running.values())
+            if not self.dead and (self.judge.pulls or running):
+                self.world.violate(f"{self.name} stopped, but pulls go on in {running} pages")
+        self.end()
 
     def end(self) -> None:
         """It is gone, and every task of it; what it wrote stays in its arena."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SETTLE_S: Final = 20.0
 """Longer than any time of a history: leases, heartbeats, breakers, calls that hang, pulls, the index' TTL."""
+STOP_S: Final = 5.0
+"""A daemon that is being stopped has ended by then."""
 PUBLISH_S: Final = 2.0
 """Where nothing goes wrong, changes are in the index so soon."""
 REPUBLISH_S: Final = 3.0
@@ -40,10 +42,11 @@ async def make_peace(fleet: Fleet) -> None:
     for name in ("never", "partly", "wrong", "slow"):
         setattr(fleet.fates, name, getattr(Fates(), name))
     for site in fleet.sites.values():
-        if not any(its.site.node == site.node for its in fleet.daemons()):
-            fleet.start(site)
         for engine in list(site.engines):
             engine.die()
+    _start_missing(fleet)
+    await asyncio.sleep(STOP_S)
+    _start_missing(fleet)
     await asyncio.sleep(SETTLE_S)
     _nothing_is_promised(fleet)
     _one_life_each(fleet)
@@ -56,6 +59,13 @@ async def make_peace(fleet: Fleet) -> None:
     await asyncio.sleep(REPUBLISH_S)
     _index_is_truth(fleet)
     _nothing_is_promised(fleet)
+
+
+def _start_missing(fleet: Fleet) -> None:
+    """Somebody restarts what is down, but for the older one of two with one identity."""
+    for site in fleet.sites.values():
+        if not any(its.site.node == site.node for its in fleet.daemons()):
+            fleet.start(site)
 
 
 def _nothing_is_promised(fleet: Fleet) -> None:

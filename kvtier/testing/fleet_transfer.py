@@ -34,7 +34,7 @@ class Fates:
     page_s: float = 0.0005
 
 
-class _Copy:
+class Copy:
     """One transfer under way: pages read from the peer and written here, at times of their own."""
 
     def __init__(
@@ -108,7 +108,7 @@ class SimulatedTransfer(Transfer):
         self.arena = arena
         self.fates = fates
         self._find = find
-        self._copies: dict[_Copy, None] = {}
+        self._copies: dict[Copy, None] = {}
 
     async def open(self, memory: memoryview) -> None:
         """Always works."""
@@ -136,7 +136,7 @@ class SimulatedTransfer(Transfer):
             for begin, size, target in zip(sources, sizes, into, strict=True)
             for move in self._moves(source, begin, size, target)
         ]
-        copy = _Copy(self, source, moves)
+        copy = Copy(self, source, moves)
         for size, target in zip(sizes, into, strict=True):
             self.arena.begin(Slot(self.arena.number, 0, target, size), copy)
         self._copies[copy] = None

@@ -1,4 +1,4 @@
-"""Histories of many nodes: a fixed set, and bugs that have to be found."""
+"""Histories of many nodes: those that once failed, a fixed set, and bugs that have to be found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.sim.planted_fleet import PLANTS, Plant
 
 SEEDS: dict[str, Any] = json.loads((Path(__file__).parent / "fleet_seeds.json").read_text())
 SECONDS: float = SEEDS["seconds"]
-PLANT_SEEDS = 100
+PLANT_SEEDS = 250
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +28,11 @@ def _quiet() -> Iterator[None]:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     yield
     structlog.configure(**before)
+
+
+@pytest.mark.parametrize("seed", [entry["seed"] for entry in SEEDS["found"]])
+def test_histories_that_once_failed(seed: int) -> None:
+    Fleet(seed).run(SECONDS)
 
 
 def test_a_fixed_set_of_histories_in_which_everything_happens() -> None:
