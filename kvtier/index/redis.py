@@ -35,9 +35,13 @@ from kvtier.types import BlockId, Location, NodeRecord, TierKind
 CALL_TIMEOUT_S: Final = 2.0
 """Bound of each round trip other than those of `find`."""
 SCRIPT_BLOCKS: Final = 128
-"""Blocks in one run of a script: others wait for the server half a millisecond, not longer."""
-ROUND_BLOCKS: Final = 4096
-"""Blocks that are written in one round trip."""
+"""Blocks in one run of a script: half a millisecond in which the server answers nobody else."""
+ROUND_BLOCKS: Final = 256
+"""Blocks that are written in one round trip: a server carries out all that it has read of one connection
+before it looks at the next, so this is how long a lookup may wait for a publication.
+"""
+CLUSTER_ROUND_BLOCKS: Final = 4096
+"""The same in a Cluster, where they are divided by 64 tags and several nodes."""
 MGET_BLOCKS: Final = 1024
 RELIST_S: Final = 0.05
 """An unknown node in a location makes `find` list the nodes anew, but not more often than this."""
@@ -212,10 +216,12 @@ class RedisIndex(Index):
         codec.check_record(record)
         head = codec.entry_head(record.node, record.incarnation, tier)
         ttl = b"%d" % self._ttl_s
-        for begin in range(0, len(blocks), ROUND_BLOCKS):
+        is_cluster = self._servers is not None and self._servers.by_slot
+        step = CLUSTER_ROUND_BLOCKS if is_cluster else ROUND_BLOCKS
+        for begin in range(0, len(blocks), step):
             requests = [
                 Request(slot, pack_eval(script, keys, head, ttl))
-                for slot, keys in self._batches(blocks[begin : begin + ROUND_BLOCKS])
+                for slot, keys in self._batches(blocks[begin : begin + step])
             ]
             async with self._bounded(operation, CALL_TIMEOUT_S):
                 await self._exchange(requests)

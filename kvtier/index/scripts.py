@@ -30,8 +30,8 @@ local function number(at, value) local low, high = struct.unpack('<I4I3', value,
   return high * 4294967296 + low end
 local now = tonumber(redis.call('TIME')[1])
 local tag, mine = string.sub(ARGV[1], 1, 8), number(9, ARGV[1])
--- Entries that may stay: of others, unexpired. Second: where each begins; third: latest expiry; fourth:
--- whether a younger incarnation of this node has one. Nil where the value is garbage.
+-- Entries that may stay: unexpired, of others or of a younger incarnation of this node; the latest of their
+-- expiries; whether there is a younger incarnation's. Nil where the value is garbage.
 local function others(value)
   local size = #value
   if size % 20 ~= 0 or size > MAX_LOCATIONS * 20 then return nil end
@@ -39,9 +39,11 @@ local function others(value)
   for at = 1, size, 20 do
     local expiry = struct.unpack('<I4', value, at + 16)
     if expiry > now and expiry <= now + MAX_TTL_S then
+      local is_younger = false
       local own = string.sub(value, at, at + 7) == tag
-      if own and number(at + 8, value) > mine then younger = true end
-      if not own or number(at + 8, value) > mine then
+      if own then is_younger = number(at + 8, value) > mine end
+      if is_younger then younger = true end
+      if is_younger or not own then
         kept[#kept + 1] = string.sub(value, at, at + 19)
         if expiry > last then last = expiry end
       end
@@ -60,25 +62,21 @@ end
 PUBLISH: Final = (
     _ENTRIES
     + """
-local expiry = now + tonumber(ARGV[2])
+local call, ttl = redis.call, ARGV[2]
+local expiry = now + tonumber(ttl)
 local entry = string.sub(ARGV[1], 1, 16) .. struct.pack('<I4', expiry)
 for _, key in ipairs(KEYS) do
-  local value, alive, younger = read(key), expiry, false
-  if value == '' then
-    value = entry
-  else
-    local kept, last
-    kept, last, younger = others(value)
-    if not kept then
-      value = entry
-    elseif not younger then
-      while #kept >= MAX_LOCATIONS do table.remove(kept, 1) end
-      kept[#kept + 1] = entry
-      value = table.concat(kept)
-      if last > alive then alive = last end
-    end
+  local value = read(key)
+  local kept, last, younger
+  if value ~= '' and value ~= entry then kept, last, younger = others(value) end
+  if not kept or #kept == 0 then
+    call('SETEX', key, ttl, entry)
+  elseif not younger then
+    while #kept >= MAX_LOCATIONS do table.remove(kept, 1) end
+    kept[#kept + 1] = entry
+    if last < expiry then last = expiry end
+    call('SETEX', key, last - now, table.concat(kept))
   end
-  if not younger then redis.call('SET', key, value, 'EX', alive - now) end
 end
 return #KEYS
 """
@@ -95,7 +93,7 @@ for _, key in ipairs(KEYS) do
     if not kept or #kept == 0 then
       redis.call('DEL', key)
     elseif #kept * 20 < #value then
-      redis.call('SET', key, table.concat(kept), 'EX', last - now)
+      redis.call('SETEX', key, last - now, table.concat(kept))
     end
   end
 end
