@@ -25,7 +25,7 @@ class Holdings:
     residents
         Ids of all blocks as they are now, a list of its own. Some may not be resident: ask `tier_of`.
     tier_of
-        Where a block lies, None where it is not resident.
+        Where a block lies, None where no peer could get it: not resident, or an ancestor was lost.
     """
 
     capacity_bytes: Callable[[], int]
@@ -41,7 +41,9 @@ def holdings_of(core: CacheCore, max_pulls: int) -> Holdings:
 
     def tier_of(block: BlockId) -> TierKind | None:
         found = core.residency.get(block.key, block.shard)
-        return found.pool().tier.spec.kind if found is not None and found.state == RESIDENT else None
+        if found is None or found.state != RESIDENT or found.orphan:
+            return None
+        return found.pool().tier.spec.kind
 
     def given_leases() -> int:
         return sum(lease.engine.name.startswith(_PEER) for lease in core.leases.leases.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier.core import messages as m
 from kvtier.remote.holdings import Ids, holdings_of
 from kvtier.types import BlockId, TierKind
 from tests.core.world import PAGE, World, chain
@@ -40,3 +41,17 @@ def test_what_a_core_holds() -> None:
     world.evict(keys)
     assert holdings.tier_of(BlockId(keys[0], 0)) is None
     assert holdings.resident_bytes() == 0
+
+
+def test_blocks_behind_a_lost_one_are_nowhere_until_it_is_back() -> None:
+    world = World(slots=8)
+    keys = chain("here", 3)
+    world.store(keys)
+    holdings = holdings_of(world.core, max_pulls=4)
+    world.lookup(keys)
+    world.release(world.load(keys).lease, corrupt=keys[:1])
+    (verify,) = world.told(m.Verify)
+    world.do(m.Verified(verify.verify, False))
+    assert [holdings.tier_of(BlockId(key, 0)) for key in keys] == [None, None, None]
+    world.store(keys)
+    assert {holdings.tier_of(BlockId(key, 0)) for key in keys} == {TierKind.DRAM}
