@@ -521,7 +521,7 @@ class CoreMachine(RuleBasedStateMachine):
         pull, arrived = self.pulls.pop(number)
         missing = set(pull.keys[arrived:])
         for lease in self.leases.values():
-            if lease.shard == pull.shard and missing & set(lease.keys[: lease.promised]):
+            if lease.waits and lease.shard == pull.shard and missing & set(lease.keys[: lease.promised]):
                 gone = min(lease.keys.index(key) for key in missing & set(lease.keys))
                 lease.promised = min(lease.promised, gone)
         assert self.do(m.PullEnded(number, fault)) is None
