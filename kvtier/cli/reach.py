@@ -78,9 +78,8 @@ async def _ask_index(config: Config) -> Finding:
             find_s = await _round_trip(index)
     finally:
         await index.close()
-    live = (
-        f"{len(nodes)} live nodes: {', '.join(node.name for node in nodes)}" if nodes else "no live node yet"
-    )
+    names = ", ".join(sorted(node.name for node in nodes))
+    live = f"{len(nodes)} live nodes: {names}" if nodes else "no live node yet"
     why = f"{redact(config.index)} answers, {BLOCKS} blocks are found in {find_s * 1000:.2f} ms, {live}"
     if find_s > config.index_timeout_s:
         return finding(
