@@ -135,7 +135,7 @@ class Leases(Holds):
         valid = lease.valid and now_s < lease.deadline_s
         self.end(lease)
         self._counters.expired_leases += now_s >= lease.deadline_s
-        read = lease.blocks[: lease.ready]
+        read = lease.blocks if lease.ready == len(lease.blocks) else lease.blocks[: lease.ready]
         corrupt = set(event.corrupt_keys)
         good = sum(block.id.key not in corrupt for block in read) if corrupt else len(read)
         if is_peer(lease.engine.name):

@@ -22,7 +22,8 @@ class TestNixl(TransferTests):
         return lambda: NixlTransfer("127.0.0.1")
 
     @pytest.fixture(scope="class")
-    def start_peer(self) -> Iterator[StartPeer]:
+    @classmethod
+    def start_peer(cls) -> Iterator[StartPeer]:
         with peers("nixl") as start:
             yield start
 
@@ -30,7 +31,8 @@ class TestNixl(TransferTests):
 @pytest.mark.slow
 class TestNixlOverTcp(TestNixl):
     @pytest.fixture(scope="class", autouse=True)
-    def _force_tcp(self) -> Iterator[None]:
+    @classmethod
+    def _force_tcp(cls) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("UCX_TLS", "tcp")
             yield
@@ -51,6 +53,7 @@ class TestStream(TransferTests):
         return lambda: StreamTransfer(channel_of, "f" * 32)
 
     @pytest.fixture(scope="class")
-    def start_peer(self) -> Iterator[StartPeer]:
+    @classmethod
+    def start_peer(cls) -> Iterator[StartPeer]:
         with peers("stream") as start:
             yield start
