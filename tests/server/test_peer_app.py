@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from structlog.testing import CapturingLogger
 
 from kvtier.errors import AlreadyRunning, ConfigError, KvtierError, ResourceShortage
 from kvtier.server import peer_app
@@ -164,12 +165,14 @@ async def test_no_peers_are_served(start: Callable[..., Any]) -> None:
 
 
 async def test_insecure_is_served_and_said(
-    start: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said = CapturingLogger()
+    monkeypatch.setattr("kvtier.server.peer_app.log", said)
     port = free_port()
     owner = await start(peer_host="0.0.0.0", peer_port=port, peer_address=f"127.0.0.1:{port}", insecure=True)
     assert (await hello(owner.server.address)).node_id == owner.identity.node_id
-    assert "without TLS" in capsys.readouterr().err
+    assert "without TLS" in str(said.calls)
 
 
 async def test_a_port_in_use(start: Callable[..., Any]) -> None:
