@@ -11,6 +11,7 @@ BUF_VERSION := 1.75.0
 BUF := .cache/buf/node_modules/.bin/buf
 PYTEST := $(BIN)/python -m pytest
 NAME ?= local
+FAST_TESTS ?= yes
 JSON ?= bench/results/$(NAME).json
 
 .PHONY: help install demo test check bench proto buf gpu-check sim clean
@@ -42,7 +43,7 @@ check: install buf ## formatting, lint, types, layers, protos and the fast tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports --verbose | tail -n 12
 	$(MAKE) --no-print-directory proto-check
-	$(PYTEST) -m "not slow and not gpu" tests
+	if [ "$(FAST_TESTS)" = yes ]; then $(PYTEST) -m "not slow and not gpu" tests; fi
 
 bench: install ## one benchmark: make bench NAME=local|core|rpc|index|remote|ttft|decode|idle
 	mkdir -p $(dir $(JSON))
