@@ -1,4 +1,4 @@
-"""What a medium, a transport, an index and a policy have to offer: read this second, after `types.py`.
+"""What a medium, transport, index, codec and policy have to offer: read this second, after `types.py`.
 
 The core decides which slot holds which block; a `Tier` stores bytes and decides nothing, a `Transfer`
 moves bytes between nodes, an `Index` says which nodes may have what. A new medium is one file in
@@ -228,6 +228,44 @@ class Index(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Disconnect; idempotent."""
+
+
+class Codec(ABC):
+    """How a block's bytes are made smaller, for a medium or a link that is slower than doing so.
+
+    Thread-safe; all that it keeps is bounded. What `decode` gives is what `encode` was given, bit for bit.
+
+    Attributes
+    ----------
+    wire_id
+        0 .. 255, in headers on disk and on the wire; never reused. 0 is "as it is".
+    is_lossy
+        Works on blocks alone that have been rounded before they were committed (`kvtier.codecs.lossy_fp8`),
+        under keys that exact blocks never have.
+    """
+
+    name: ClassVar[str]
+    wire_id: ClassVar[int]
+    is_lossy: ClassVar[bool] = False
+
+    @abstractmethod
+    def encode(self, blocks: Sequence[memoryview]) -> list[bytes | None]:
+        """For each block its payload; None where that would not be smaller by `kvtier.codecs.MIN_GAIN`:
+        such a block is kept as it is, as `wire_id` 0.
+        """
+
+    @abstractmethod
+    def decode(self, payload: memoryview, into: memoryview) -> None:
+        """Fill `into`, which has exactly the size of the block, from what `encode` returned.
+
+        One block a call, since a damaged one concerns no other. `payload` is not believed: no size in it
+        leads to a read beyond it, a write beyond `into` or an allocation larger than a chunk.
+
+        Raises
+        ------
+        Corruption
+            It is not a payload of this codec for a block of this size; `into` holds anything.
+        """
 
 
 class Policy(Protocol):
