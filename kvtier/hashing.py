@@ -10,7 +10,7 @@ from typing import Final
 import xxhash
 
 from kvtier.interfaces import Mapped, Tier
-from kvtier.types import Slot, TierKind
+from kvtier.types import BlockRecord, Slot, TierKind
 
 INLINE_BYTES: Final = 1 << 20
 """Up to so many bytes are hashed at once on the loop (some 0.1 ms): a thread would cost more."""
@@ -46,22 +46,36 @@ class Hasher:
     async def mismatches(
         self, kind: TierKind, slots: Sequence[Slot], block_bytes: int, checksums: Sequence[bytes]
     ) -> int:
-        """The same beside the loop; raises `TierFault` where the medium cannot be read."""
+        """The same beside the loop."""
         tier = self._tiers[kind]
+        assert isinstance(tier, Mapped)
         loop = asyncio.get_running_loop()
-        if isinstance(tier, Mapped):
-            return await loop.run_in_executor(self._pool, _count, _views(tier, slots, block_bytes), checksums)
-        wrong = 0
+        return await loop.run_in_executor(self._pool, _count, _views(tier, slots, block_bytes), checksums)
+
+    async def wrong(self, kind: TierKind, slots: Sequence[Slot], records: Sequence[BlockRecord]) -> list[int]:
+        """Positions whose slot, in memory or not, does not hold what the record says; raises `TierFault`."""
+        tier = self._tiers[kind]
+        found: list[int] = []
         for first in range(0, len(slots), READ_GROUP_BLOCKS):
             group = slots[first : first + READ_GROUP_BLOCKS]
-            buffers = [memoryview(bytearray(block_bytes)) for _ in group]
-            await tier.read(group, buffers)
-            expected = checksums[first : first + READ_GROUP_BLOCKS]
-            wrong += await loop.run_in_executor(self._pool, _count, buffers, expected)
-        return wrong
+            expected = records[first : first + READ_GROUP_BLOCKS]
+            told: list[int] = []
+            if isinstance(tier, Mapped):
+                buffers = [
+                    tier.view(slot)[: record.block_bytes]
+                    for slot, record in zip(group, expected, strict=True)
+                ]
+            else:
+                buffers = [memoryview(bytearray(record.block_bytes)) for record in expected]
+                told = await tier.read(group, expected, buffers)
+            differing = await self.differing(buffers, [record.checksum for record in expected])
+            found += [first + position for position in sorted({*told, *differing})]
+        return found
 
     async def differing(self, blocks: Sequence[memoryview], checksums: Sequence[bytes]) -> list[int]:
         """Positions of the blocks that have other bytes than their checksum says; releases the views."""
+        if sum(map(len, blocks)) <= INLINE_BYTES:
+            return _differing(blocks, checksums, 0)
         loop = asyncio.get_running_loop()
         step = -(-len(blocks) // HASH_THREADS) or 1
         parts = [

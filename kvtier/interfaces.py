@@ -9,11 +9,11 @@ moves bytes between nodes, an `Index` says which nodes may have what. A new medi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
-from kvtier.types import BlockId, Location, NodeRecord, Slot, TierKind
+from kvtier.types import BlockId, BlockRecord, Location, NodeRecord, Slot, TierKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,27 @@ class TierTraits:
     frees_at_once
         A dropped slot can be reused in the same step (memory). Otherwise its bytes stay charged until
         the node has reported `Dropped`.
+    header_bytes
+        Space that the medium needs in front of each block: a slot for blocks of a layout has
+        ``layout.slot_bytes + header_bytes`` there.
+    outlives
+        Blocks are still there when the node starts again (`Durable`).
     """
 
     frees_at_once: bool
+    header_bytes: int = 0
+    outlives: bool = False
 
 
 class Tier(ABC):
     """One medium, divided into extents of `extent_bytes`; each extent serves slots of one size.
 
-    All methods are called from the node's event loop, never two for the same slot at once.
+    All methods are called from the node's event loop, never two for the same slot at once. A write of
+    another slot size into an extent ends what was in it: all of it has been dropped before.
+
+    When `read` or `write` returns or raises, cancellation included, nothing reads or writes the buffers any
+    more. So they may take as long as the medium does: it is the caller who stops waiting, and who keeps
+    slots and buffers until they have ended.
     """
 
     kind: ClassVar[TierKind]
@@ -59,12 +71,36 @@ class Tier(ABC):
         """Make the medium ready; raises `ResourceShortage` or `AlreadyRunning` and leaves nothing behind."""
 
     @abstractmethod
-    async def read(self, slots: Sequence[Slot], into: Sequence[memoryview]) -> None:
-        """Fill each buffer from the start of its slot; raises `TierFault`."""
+    async def read(
+        self, slots: Sequence[Slot], records: Sequence[BlockRecord], into: Sequence[memoryview]
+    ) -> list[int]:
+        """Fill the first `block_bytes` of each buffer with the block in its slot.
+
+        Returns
+        -------
+        list of int
+            Positions whose slot does not hold what the record says, as far as the medium can tell, in
+            order; their buffers hold anything.
+
+        Raises
+        ------
+        TierFault
+            The medium failed; all buffers hold anything.
+        """
 
     @abstractmethod
-    async def write(self, slots: Sequence[Slot], payloads: Sequence[memoryview]) -> None:
-        """Write each payload at the start of its slot; raises `TierFault`."""
+    async def write(
+        self, slots: Sequence[Slot], records: Sequence[BlockRecord], payloads: Sequence[memoryview]
+    ) -> None:
+        """Put the first `block_bytes` of each payload into its slot, with the record.
+
+        The checksums are those of the records, computed by whoever made the bytes.
+
+        Raises
+        ------
+        TierFault
+            The medium failed: nothing is known of these slots, and they have to be dropped.
+        """
 
     @abstractmethod
     async def drop(self, slots: Sequence[Slot]) -> None:
@@ -90,6 +126,33 @@ class Growing(Protocol):
 
     def grow(self) -> int:
         """Take what has become free, never beyond the cap; returns the new `allocated_bytes`."""
+        ...
+
+
+@runtime_checkable
+class Durable(Protocol):
+    """A tier whose blocks are still there when the node starts again."""
+
+    def recovered(self) -> Iterator[list[tuple[Slot, BlockRecord]]]:
+        """What `open` found, in batches; to be taken once, before anything is written."""
+        ...
+
+    async def checkpoint(self) -> None:
+        """Write down where everything lies, so that the next `open` is quick; raises `TierFault`."""
+        ...
+
+
+@runtime_checkable
+class Failing(Protocol):
+    """A tier whose medium can stop working, or answering, and come back."""
+
+    @property
+    def fault(self) -> str:
+        """Why the tier is quarantined: every use of it is a `TierFault` at once. Empty: all is well."""
+        ...
+
+    async def probe(self) -> bool:
+        """Try whether the medium works again; True if the tier is not quarantined any more."""
         ...
 
 

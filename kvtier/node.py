@@ -26,7 +26,7 @@ from kvtier.liveness import EngineLocks
 from kvtier.metrics import Metrics
 from kvtier.remote.arrivals import Arrivals
 from kvtier.remote.remote import Remote
-from kvtier.types import BlockId, Key, Slot, TierKind
+from kvtier.types import BlockId, BlockRecord, Key, Slot, TierKind
 
 DROP_ATTEMPTS: Final = 5
 DROP_RETRY_S: Final = 1.0
@@ -389,9 +389,8 @@ class Node:
     async def _is_intact(self, action: m.Verify) -> bool:
         self.metrics.verified_bytes.labels("background").inc(action.block_bytes)
         try:
-            wrong = await self._hasher.mismatches(
-                action.tier, [action.slot], action.block_bytes, [action.checksum]
-            )
+            record = BlockRecord(action.block, None, action.fingerprint, action.block_bytes, action.checksum)
+            wrong = await self._hasher.wrong(action.tier, [action.slot], [record])
         except TierFault as error:
             self.metrics.tier_faults.labels(action.tier.name.lower()).inc()
             log.warning("a block cannot be read", tier=action.tier.name.lower(), error=str(error))

@@ -60,6 +60,30 @@ class BlockId(NamedTuple):
     shard: int
 
 
+@dataclass(frozen=True, slots=True)
+class BlockRecord:
+    """What a medium keeps beside a block's bytes, and what a reader says that it expects.
+
+    Attributes
+    ----------
+    parent
+        Key of the block before; None for the first of a prefix. Kept for whoever finds the block after a
+        restart; a reader need not know it, since the key names the whole prefix.
+    fingerprint
+        `Layout.fingerprint()`, 32 bytes.
+    block_bytes
+        The block's own bytes, without what fills up its slot.
+    checksum
+        XXH3-128 of these bytes, 16 bytes.
+    """
+
+    block: BlockId
+    parent: Key | None
+    fingerprint: bytes
+    block_bytes: int
+    checksum: bytes
+
+
 class TierKind(enum.IntEnum):
     """The media a block can lie in, fastest first. Values are those of the wire and never reused."""
 

@@ -22,7 +22,7 @@ from kvtier.tiers.arena import Arena
 from kvtier.types import BlockId, Key, Location, TierKind
 from tests.server.conftest import shm  # noqa: F401
 from tests.server.harness import DEADLINE_S, LAYOUT, chain, config
-from tests.test_node import ENGINE, Harness, call_id, checksums, content, running
+from tests.test_node import ENGINE, Harness, call_id, checksums, content, records, running
 
 PEER = "2" * 32
 KEYS = chain(1, 6)
@@ -70,7 +70,7 @@ class Others:
             if not self.fault:
                 assert self.arena is not None
                 payloads = [memoryview(content(key)) for key in action.keys]
-                await self.arena.write(action.slots, payloads)
+                await self.arena.write(action.slots, records(action.keys), payloads)
                 report(m.Arrived(action.pull, checksums(action.keys)))
         finally:
             self.order.append("pull ended")

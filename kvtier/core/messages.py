@@ -382,6 +382,7 @@ class Verify:
     slot: Slot
     block_bytes: int
     checksum: bytes
+    fingerprint: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,5 +68,8 @@ class Verifies:
             self._residency.guard(block)
             self.in_flight[id] = block
             tier, slot = block.pool().tier.spec.kind, block.slot()
-            instructions.append(Verify(id, block.id, tier, slot, block.shape.block_bytes, block.checksum))
+            shape = block.shape
+            instructions.append(
+                Verify(id, block.id, tier, slot, shape.block_bytes, block.checksum, shape.fingerprint)
+            )
         return instructions

@@ -24,7 +24,7 @@ from kvtier.testing.fleet_memory import Arena
 from kvtier.testing.fleet_peers import FleetPeers
 from kvtier.testing.fleet_transfer import Copy, FirstTransfer, SecondTransfer, SimulatedTransfer
 from kvtier.testing.fleet_world import Process
-from kvtier.types import Slot, TierKind
+from kvtier.types import BlockRecord, Slot, TierKind
 
 if TYPE_CHECKING:
     from kvtier.testing.fleet import Fleet
@@ -112,10 +112,14 @@ class _Memory(Tier):
     async def open(self) -> None:
         """Always there."""
 
-    async def read(self, slots: Sequence[Slot], into: Sequence[memoryview]) -> None:
+    async def read(
+        self, slots: Sequence[Slot], records: Sequence[BlockRecord], into: Sequence[memoryview]
+    ) -> list[int]:
         raise AssertionError("an arena is mapped")
 
-    async def write(self, slots: Sequence[Slot], payloads: Sequence[memoryview]) -> None:
+    async def write(
+        self, slots: Sequence[Slot], records: Sequence[BlockRecord], payloads: Sequence[memoryview]
+    ) -> None:
         raise AssertionError("an arena is mapped")
 
     async def drop(self, slots: Sequence[Slot]) -> None:

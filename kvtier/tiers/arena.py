@@ -25,7 +25,7 @@ from kvtier.errors import ConfigError, ResourceShortage, TierFault
 from kvtier.interfaces import Tier, TierTraits
 from kvtier.tiers import leftovers, shm, shortage
 from kvtier.tiers.leftovers import OldArena
-from kvtier.types import PAGE_SIZE_BYTES, Slot, TierKind
+from kvtier.types import PAGE_SIZE_BYTES, BlockRecord, Slot, TierKind
 
 Progress = Callable[[int, int], object]
 """Called with (bytes ready, bytes wanted), on the event loop that opened the arena."""
@@ -213,29 +213,43 @@ class Arena(Tier):
         assert self._bytes is not None
         return self._bytes[begin : begin + slot.size_bytes]
 
-    async def read(self, slots: Sequence[Slot], into: Sequence[memoryview]) -> None:
-        """Fill each buffer from the start of its slot; raises `TierFault` before any byte is copied."""
-        views = self._views(slots, into)
-        await self._copy([(buffer.cast("B"), view) for buffer, view in zip(into, views, strict=True)])
+    async def read(
+        self, slots: Sequence[Slot], records: Sequence[BlockRecord], into: Sequence[memoryview]
+    ) -> list[int]:
+        """Fill each buffer; memory keeps no records, so no slot is ever found wrong.
 
-    async def write(self, slots: Sequence[Slot], payloads: Sequence[memoryview]) -> None:
-        """Write each payload at the start of its slot; raises `TierFault` before any byte is copied."""
-        views = self._views(slots, payloads)
-        await self._copy([(view, payload.cast("B")) for view, payload in zip(views, payloads, strict=True)])
+        Raises `TierFault` before any byte is copied.
+        """
+        pairs = self._pairs(slots, records, into)
+        await self._copy([(buffer, view) for view, buffer in pairs])
+        return []
+
+    async def write(
+        self, slots: Sequence[Slot], records: Sequence[BlockRecord], payloads: Sequence[memoryview]
+    ) -> None:
+        """Write each payload; raises `TierFault` before any byte is copied."""
+        await self._copy(self._pairs(slots, records, payloads))
 
     async def drop(self, slots: Sequence[Slot]) -> None:
         """Nothing to do for memory but to check the slots; raises `TierFault`."""
         for slot in slots:
             self._checked(slot)
 
-    def _views(self, slots: Sequence[Slot], buffers: Sequence[memoryview]) -> list[memoryview]:
-        if len(slots) != len(buffers):
-            raise TierFault(f"{len(slots)} slots were given with {len(buffers)} buffers")
-        views = [self.view(slot) for slot in slots]
-        for slot, buffer in zip(slots, buffers, strict=True):
-            if buffer.nbytes > slot.size_bytes:
-                raise TierFault(f"{buffer.nbytes} bytes do not fit {slot}")
-        return [view[: buffer.nbytes] for view, buffer in zip(views, buffers, strict=True)]
+    def _pairs(
+        self, slots: Sequence[Slot], records: Sequence[BlockRecord], buffers: Sequence[memoryview]
+    ) -> list[tuple[memoryview, memoryview]]:
+        """Each block's bytes in its slot, and in its buffer."""
+        if not len(slots) == len(records) == len(buffers):
+            raise TierFault(
+                f"{len(slots)} slots, {len(records)} records and {len(buffers)} buffers were given"
+            )
+        pairs = []
+        for slot, record, buffer in zip(slots, records, buffers, strict=True):
+            size_bytes, view = record.block_bytes, self.view(slot)
+            if size_bytes > slot.size_bytes or size_bytes > buffer.nbytes:
+                raise TierFault(f"{size_bytes} bytes do not fit {slot} and a buffer of {buffer.nbytes} bytes")
+            pairs.append((view[:size_bytes], buffer.cast("B")[:size_bytes]))
+        return pairs
 
     def _checked(self, slot: Slot) -> int:
         """Offset of a slot that lies inside one allocated extent of this arena."""

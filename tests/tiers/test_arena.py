@@ -22,7 +22,7 @@ import pytest
 from kvtier import machine
 from kvtier.errors import AlreadyRunning, ConfigError, ResourceShortage, TierFault
 from kvtier.interfaces import Growing, Mapped
-from kvtier.testing.tier_tests import MakeTier, TierTests, slot_of
+from kvtier.testing.tier_tests import MakeTier, TierTests, read_all, slot_of, write_all
 from kvtier.tiers import leftovers, shm
 from kvtier.tiers.arena import Arena
 from tests.tiers.processes import DAEMON, ENGINE, Process, names, process, used_bytes
@@ -628,11 +628,9 @@ async def test_large_copies_leave_the_loop_free(make: Make) -> None:
     await arena.open()
     slot = slot_of(arena, 3, 0, EXTENT)
     payload = os.urandom(EXTENT)
-    await arena.write([slot], [memoryview(payload)])
+    await write_all(arena, [slot], [payload])
     assert arena.view(slot) == payload
-    buffer = bytearray(EXTENT)
-    await arena.read([slot], [memoryview(buffer)])
-    assert buffer == payload
+    assert await read_all(arena, [slot], [payload]) == [payload]
     await arena.close()
 
 
