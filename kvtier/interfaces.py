@@ -9,7 +9,7 @@ moves bytes between nodes, an `Index` says which nodes may have what. A new medi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -340,8 +340,18 @@ class Policy(Protocol):
     it first, so an access shows when the block is added again.
     """
 
-    def add(self, block: BlockId, accessed: int) -> None:
-        """`block` is a candidate from now on; its latest access was the core's number `accessed`."""
+    def add(self, block: BlockId, accessed: int, uses: int, depth: int) -> None:
+        """`block` is a candidate from now on.
+
+        Parameters
+        ----------
+        accessed
+            The core's number of its latest access.
+        uses
+            How often it was read, or stored again though it was here, since it came; never falls.
+        depth
+            How many blocks of its prompt come before it; the same each time.
+        """
         ...
 
     def withdraw(self, block: BlockId) -> None:
@@ -353,5 +363,14 @@ class Policy(Protocol):
         ...
 
     def victim(self) -> BlockId | None:
-        """The candidate to go first, still a candidate after the call; None where there is none."""
+        """The candidate to go first, still a candidate after the call; None where there is none.
+
+        Asked again before anything else is told, it answers the same.
+        """
+        ...
+
+    def check(self, candidates: Mapping[BlockId, int]) -> None:
+        """Assert that exactly these blocks are candidates, each with the number of its latest access, and
+        that all else that is remembered is bounded by what is resident.
+        """
         ...

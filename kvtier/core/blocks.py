@@ -31,12 +31,14 @@ class Block:
 
     `extent` is None for ghosts; the last three links are the parent's child list. `pull` is what brings a
     pending block (None: an engine stores it, and every other block). `replica` ends where an engine of this
-    node stores the same.
+    node stores the same. `depth` counts the blocks before it in its prompt, `uses` how often it was read, or
+    stored again though it was here.
     """
 
     __slots__ = (
         "candidate",
         "checksum",
+        "depth",
         "extent",
         "first_child",
         "guards",
@@ -51,6 +53,7 @@ class Block:
         "replica",
         "shape",
         "state",
+        "uses",
         "verified",
         "verifying",
     )
@@ -64,6 +67,8 @@ class Block:
         self.checksum = b""
         self.guards = 0
         self.last = 0
+        self.uses = 0
+        self.depth = 0
         self.candidate = False
         self.orphan = False
         self.verified = False

@@ -10,7 +10,6 @@ from kvtier.core.blocks import GHOST, PENDING, RESIDENT, Block
 from kvtier.core.config import CoreConfig
 from kvtier.core.extents import Extent, Place, Pool, TierMap
 from kvtier.core.ledger import Ledger
-from kvtier.core.policies import LruPolicy
 from kvtier.core.rates import MAX_FAILURES, MAX_SOURCES
 from kvtier.core.residency import Residency
 
@@ -45,6 +44,8 @@ def _check_forest(residency: Residency, blocks: list[Block]) -> None:
             assert block.state != GHOST, "a ghost has a parent"
             assert block.parent in known, "a parent is not here, not even as a ghost"
             children.setdefault(block.parent, []).append(block)
+        if block.state != GHOST and not block.orphan:
+            assert block.depth == (0 if block.parent is None else block.parent.depth + 1), "depth is wrong"
     for block in blocks:
         listed = list(block.children())
         assert len(set(listed)) == len(listed)
@@ -212,8 +213,7 @@ def _check_candidates(residency: Residency, blocks: list[Block]) -> None:
             assert pool.orphans.keys() == orphans
             candidates = [block for block in here if block.candidate and not block.orphan]
             for policy, is_replica in ((pool.policy, False), (pool.replicas, True)):
-                if isinstance(policy, LruPolicy):
-                    policy.check({b.id: b.last for b in candidates if b.replica == is_replica})
+                policy.check({b.id: b.last for b in candidates if b.replica == is_replica})
 
 
 def _check_reservations(core: CacheCore) -> None:

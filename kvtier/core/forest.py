@@ -110,6 +110,12 @@ class Forest:
             block.last = now
             block.extent.last = now  # type: ignore[union-attr]
 
+    @staticmethod
+    def use(run: Sequence[Block]) -> None:
+        """These blocks, which are guarded, are read or were to be stored again: it paid to have them."""
+        for block in run:
+            block.uses += 1
+
     # ---- guards
 
     def guard(self, block: Block) -> None:
@@ -149,9 +155,9 @@ class Forest:
             if block.orphan:
                 pool.orphans[block] = None
             elif block.replica:
-                pool.replicas.add(block.id, block.last)
+                pool.replicas.add(block.id, block.last, block.uses, block.depth)
             else:
-                pool.policy.add(block.id, block.last)
+                pool.policy.add(block.id, block.last, block.uses, block.depth)
         elif block.state == GHOST:
             del self.shards[block.id.shard][block.id.key]
 
@@ -247,6 +253,7 @@ class Forest:
         block.extent = None
         block.state = GHOST
         block.orphan = block.replica = False
+        block.uses = 0
         block.pull = None
         block.checksum = b""
         if block.first_child is not None:
@@ -260,7 +267,9 @@ class Forest:
             for ledger in self.ledgers:
                 ledger.join(block)
         if parent is None:
+            block.depth = 0
             return
+        block.depth = parent.depth + 1
         if parent.candidate:
             self._withdraw(parent)
         first = parent.first_child
@@ -303,5 +312,6 @@ class Forest:
             if was_candidate:
                 self._withdraw(block)
             block.orphan = orphan
+            block.depth = block.parent.depth + 1  # type: ignore[union-attr]  # a ghost's is known when it is back
             if was_candidate:
                 self._refresh(block)

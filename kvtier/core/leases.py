@@ -104,6 +104,7 @@ class Leases(Holds):
         if run:
             self._residency.guard(run[-1])
             self._residency.touch(run)
+            self._residency.use(run)
             party.ledger.add(run[-1])
             lease = Lease(id, party, run, now_s, now_s + self._config.lease_ttl_s, ready)
             self.leases[id] = party.leases[id] = lease

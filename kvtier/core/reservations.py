@@ -145,6 +145,7 @@ class Reservations:
             slots.append(slot)
             above = block
         self._residency.touch(present)
+        self._residency.use(present)
         for block in present:
             if block.replica:  # this node's engines make it themselves: it is worth as much as any other
                 self._residency.own(block)

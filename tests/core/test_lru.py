@@ -16,12 +16,12 @@ def test_the_oldest_access_goes_first() -> None:
     policy = LruPolicy()
     assert policy.victim() is None
     for number, accessed in ((1, 5), (2, 3), (3, 4)):
-        policy.add(block(number), accessed)
+        policy.add(block(number), accessed, 0, 0)
     assert policy.victim() == block(2)
     assert policy.victim() == block(2), "asking takes nothing away"
     policy.withdraw(block(2))
     assert policy.victim() == block(3)
-    policy.add(block(2), 9)
+    policy.add(block(2), 9, 0, 0)
     policy.forget(block(3))
     assert policy.victim() == block(1)
     policy.forget(block(1))
@@ -44,7 +44,7 @@ def test_against_a_model_with_bounded_garbage() -> None:
         elif free := sorted(set(range(60)) - candidates.keys()):
             number = rng.choice(free)
             candidates[number] = step
-            policy.add(block(number), step)
+            policy.add(block(number), step, 0, 0)
         oldest = min(candidates, key=candidates.__getitem__, default=None)
         assert policy.victim() == (None if oldest is None else block(oldest))
         if step % 50 == 0:

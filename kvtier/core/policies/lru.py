@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 from typing import Final
 
@@ -21,7 +22,7 @@ class LruPolicy:
         self._accessed: dict[BlockId, int] = {}
         self._heap: list[tuple[int, BlockId]] = []
 
-    def add(self, block: BlockId, accessed: int) -> None:
+    def add(self, block: BlockId, accessed: int, uses: int, depth: int) -> None:
         """Enter a candidate."""
         self._accessed[block] = accessed
         heappush(self._heap, (accessed, block))
@@ -52,8 +53,8 @@ class LruPolicy:
             self._heap = [(accessed, block) for block, accessed in self._accessed.items()]
             heapify(self._heap)
 
-    def check(self, candidates: dict[BlockId, int]) -> None:
+    def check(self, candidates: Mapping[BlockId, int]) -> None:
         """Assert that exactly these blocks are known with these accesses, and that garbage is bounded."""
-        assert self._accessed == candidates, "policy and core disagree on the candidates"
+        assert self._accessed == dict(candidates), "policy and core disagree on the candidates"
         assert {(accessed, block) for block, accessed in candidates.items()} <= set(self._heap)
         assert len(self._heap) <= 2 * len(candidates) + _SLACK, "the heap is mostly garbage"
