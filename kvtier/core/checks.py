@@ -122,8 +122,9 @@ def _check_slots(core: CacheCore, blocks: list[Block]) -> None:
     assert not residency.drops, "instructions were made and not handed out"
     assert not residency.added, "instructions were made and not handed out"
     assert not residency.removed, "instructions were made and not handed out"
-    visible = sum(block.state == RESIDENT for block in blocks) if core.config.has_index else 0
-    assert residency.published == visible, "what is published is not what is here"
+    reachable = sum(block.state == RESIDENT and not block.orphan for block in blocks)
+    published = reachable if core.config.has_index else 0
+    assert residency.published == published, "what is published is not what can be had here"
 
 
 def _tier(place: Place) -> TierMap:

@@ -47,8 +47,8 @@ class Forest:
         self.accesses = 0
         self.publishes = publishes
         self.published = 0
-        self.added: dict[TierKind, list[BlockId]] = {}
-        self.removed: dict[TierKind, list[BlockId]] = {}
+        self.added: dict[TierKind, dict[BlockId, None]] = {}
+        self.removed: dict[TierKind, dict[BlockId, None]] = {}
 
     def add_ledger(self, ledger: Ledger) -> None:
         """Keep `ledger` right when blocks are lost, until it is closed and empty."""
@@ -208,9 +208,8 @@ class Forest:
         tier.reserved_bytes -= block.shape.slot_bytes
         tier.resident_bytes += block.shape.slot_bytes
         tier.blocks += 1
-        if self.publishes:
-            self.added.setdefault(tier.spec.kind, []).append(block.id)
-            self.published += 1
+        if not block.orphan:
+            self._show(block)
         if block.replica:
             tier.replica_bytes += block.shape.slot_bytes
             return
@@ -241,9 +240,8 @@ class Forest:
             tier.blocks -= 1
             if block.replica:
                 tier.replica_bytes -= slot_bytes
-            if self.publishes:
-                self.removed.setdefault(tier.spec.kind, []).append(block.id)
-                self.published -= 1
+            if not block.orphan:
+                self._hide(block)
         else:
             tier.reserved_bytes -= slot_bytes
         if block.guards:
@@ -315,3 +313,30 @@ class Forest:
             block.depth = block.parent.depth + 1  # type: ignore[union-attr]  # a ghost's is known when it is back
             if was_candidate:
                 self._refresh(block)
+            if block.state == RESIDENT:
+                (self._hide if orphan else self._show)(block)
+
+    # ---- what others are told
+
+    def _show(self, block: Block) -> None:
+        """Others can get a resident block from now on."""
+        if self.publishes:
+            self.published += 1
+            _change(block, self.added, self.removed)
+
+    def _hide(self, block: Block) -> None:
+        """Others cannot get it any more: it goes, or no prompt reaches it."""
+        if self.publishes:
+            self.published -= 1
+            _change(block, self.removed, self.added)
+
+
+def _change(
+    block: Block, to: dict[TierKind, dict[BlockId, None]], undone: dict[TierKind, dict[BlockId, None]]
+) -> None:
+    """Enter a change, or take its opposite back where nobody has been told of that yet."""
+    kind = block.pool().tier.spec.kind
+    if block.id in undone.get(kind, ()):
+        del undone[kind][block.id]
+    else:
+        to.setdefault(kind, {})[block.id] = None

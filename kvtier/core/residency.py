@@ -78,10 +78,12 @@ class Residency(Forest):
 
     def changes(self) -> list[Publish]:
         """What has become visible and what is gone since the last call, for the index."""
-        kinds = sorted(self.added.keys() | self.removed.keys())
-        changes = [Publish(kind, self.added.get(kind, []), self.removed.get(kind, [])) for kind in kinds]
+        changes = [
+            Publish(kind, list(self.added.get(kind, ())), list(self.removed.get(kind, ())))
+            for kind in sorted(self.added.keys() | self.removed.keys())
+        ]
         self.added, self.removed = {}, {}
-        return changes
+        return [change for change in changes if change.added or change.removed]
 
     # ---- eviction
 

@@ -150,6 +150,7 @@ class PeerLink:
             shard=shard,
             fingerprint=fingerprint,
             block_bytes=block_bytes,
+            owner_id=self.record.node,
         )
         try:
             answer = await self._call("Acquire", request, end_s - self._clock())

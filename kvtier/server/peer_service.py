@@ -131,9 +131,8 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             self.metrics.rpc_seconds.labels("Acquire").observe(time.perf_counter() - begin_s)
 
     async def _acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
-        event = wire.acquire(
-            request, self._node.identity.incarnation, self._max_keys, self._arena.extent_bytes
-        )
+        me = (self._node.identity.node_id, self._node.identity.incarnation)
+        event = wire.acquire(request, me, self._max_keys, self._arena.extent_bytes)
         asked_s = self._clock()
         reply = await run(self._node, event, m.Leased)
         if reply.lease:

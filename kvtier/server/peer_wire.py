@@ -45,10 +45,15 @@ def hello(message: pb.HelloRequest) -> str:
     return node_id(message.node_id)
 
 
-def acquire(message: pb.AcquireRequest, incarnation: int, max_keys: int, max_bytes: int) -> m.Acquire:
-    """A chain of at least one key, each once; blocks that fit an extent of `max_bytes`; this very life."""
+def acquire(message: pb.AcquireRequest, me: tuple[str, int], max_keys: int, max_bytes: int) -> m.Acquire:
+    """A chain of at least one key, each once; blocks that fit an extent of `max_bytes`; this very life.
+
+    `me` is this node's id and incarnation.
+    """
     node = node_id(message.node_id)
-    if message.incarnation != incarnation:
+    if message.owner_id != me[0]:
+        raise UnknownId("another node was asked, whose address this was once: ask the index anew")
+    if message.incarnation != me[1]:
         raise UnknownId("another life of this node was asked: say hello again, and forget what it had")
     if not 0 < message.block_bytes <= max_bytes:
         raise InvalidRequest(f"block_bytes is {message.block_bytes}: allowed is 1 .. {max_bytes}")

@@ -125,20 +125,21 @@ class Judge(Promises):
 
     def balance(self, core: CacheCore) -> None:
         """Caps, and what the core says that it holds."""
-        resident = {
-            block.id: block.pool().tier.spec.kind
+        resident = [
+            block
             for blocks in core.residency.shards.values()
             for block in blocks.values()
             if block.state == RESIDENT
-        }
-        if resident != self.published:
-            self.world.violate(f"{len(self.published)} blocks are published, {len(resident)} are here")
+        ]
+        reachable = {its.id: its.pool().tier.spec.kind for its in resident if not its.orphan}
+        if reachable != self.published:
+            self.world.violate(f"{len(self.published)} blocks are published, {len(reachable)} can be had")
         tier = core.stats().tiers[0]
         unfinished = tier.reserved_bytes + tier.quarantined_bytes
         used = tier.resident_bytes + unfinished + tier.draining_bytes
         if not used <= tier.allocated_bytes <= tier.capacity_bytes:
             self.world.violate(f"{used} bytes of {tier.allocated_bytes} are used")
-        if tier.resident_bytes != sum(self.slot_bytes[block.key] for block in resident):
+        if tier.resident_bytes != sum(self.slot_bytes[block.id.key] for block in resident):
             self.world.violate(f"{tier.resident_bytes} resident bytes are counted, which is wrong")
         owned = sum(owner[0] != "drop" for owner in self.arena.owners.values()) * PAGE_SIZE_BYTES
         if unfinished != owned:

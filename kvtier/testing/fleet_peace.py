@@ -99,19 +99,13 @@ def _one_life_each(fleet: Fleet) -> None:
 
 
 def _index_is_truth(fleet: Fleet) -> None:
-    """The index has what is there: nothing missing, nothing more, nothing of a life that is over.
-
-    Blocks behind a lost one may be in it until a peer asks for them in vain.
-    """
+    """The index has what is there: nothing missing, nothing more, nothing of a life that is over."""
     truth: Places = {}
-    useless: Places = {}
     for daemon in fleet.daemons():
         for block, tier in daemon.judge.published.items():
-            found = daemon.node_now().core.residency.get(*block)
-            its = useless if found is not None and found.orphan else truth
-            its[block, daemon.site.node] = (daemon.incarnation, tier)
+            truth[block, daemon.site.node] = (daemon.incarnation, tier)
     said = fleet.index.places()
-    missing, more = len(truth.items() - said.items()), len(said.items() - truth.items() - useless.items())
+    missing, more = len(truth.items() - said.items()), len(said.items() - truth.items())
     if missing or more:
         fleet.world.violate(f"the index lacks {missing} places and has {more} that are not")
 

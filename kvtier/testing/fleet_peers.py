@@ -88,9 +88,8 @@ async def _hello(daemon: Daemon, request: pb.HelloRequest) -> pb.HelloResponse:
 
 async def _acquire(daemon: Daemon, request: pb.AcquireRequest) -> pb.AcquireResponse:
     node, config = daemon.node_now(), daemon.fleet.config
-    event = wire.acquire(
-        request, daemon.incarnation, config.max_keys_per_call, daemon.fleet.tier.extent_bytes
-    )
+    me = (daemon.site.node, daemon.incarnation)
+    event = wire.acquire(request, me, config.max_keys_per_call, daemon.fleet.tier.extent_bytes)
     reply = await node.execute(event)
     assert isinstance(reply, m.Leased)
     return wire.leased(reply, daemon.arena.number)

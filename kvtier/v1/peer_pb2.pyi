@@ -45,7 +45,7 @@ class TransferOffer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., metadata: _Optional[bytes] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("call_id", "node_id", "incarnation", "keys", "shard", "fingerprint", "block_bytes")
+    __slots__ = ("call_id", "node_id", "incarnation", "keys", "shard", "fingerprint", "block_bytes", "owner_id")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class AcquireRequest(_message.Message):
     SHARD_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OWNER_ID_FIELD_NUMBER: _ClassVar[int]
     call_id: bytes
     node_id: str
     incarnation: int
@@ -60,7 +61,8 @@ class AcquireRequest(_message.Message):
     shard: int
     fingerprint: bytes
     block_bytes: int
-    def __init__(self, call_id: _Optional[bytes] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., keys: _Optional[bytes] = ..., shard: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+    owner_id: str
+    def __init__(self, call_id: _Optional[bytes] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., keys: _Optional[bytes] = ..., shard: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., owner_id: _Optional[str] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
     __slots__ = ("lease_id", "arena_id", "slots", "checksums", "lease_ttl_s")

@@ -622,6 +622,19 @@ class CoreMachine(RuleBasedStateMachine):
         pending = self.storing() | self.pulling()
         return any((shard, key) not in self.visible and (shard, key) not in pending for key in prefix)
 
+    def _is_reachable(self, shard: int, key: Key) -> bool:
+        """Every ancestor is visible, or being stored, or coming."""
+        pending = self.storing() | self.pulling()
+        at = self.visible[shard, key]
+        while at is not None:
+            if (shard, at) in self.visible:
+                at = self.visible[shard, at]
+            elif (shard, at) in pending:
+                at = PARENTS[at]
+            else:
+                return False
+        return True
+
     def _here(self) -> set[tuple[int, Key]]:
         places = self.core.places([key for _, key in self.visible])
         return {(place.block.shard, place.block.key) for place in places}
@@ -652,7 +665,7 @@ class CoreMachine(RuleBasedStateMachine):
         places = self.core.places([k for _, k in self.visible])
         assert {(place.block.shard, place.block.key) for place in places} == self.visible.keys()
         assert {(p.block.shard, p.block.key) for p in places if p.replica} == self.replicas
-        assert self.published == self.visible.keys()
+        assert self.published == {name for name in self.visible if self._is_reachable(*name)}
         assert self.core.stats().tiers[0].blocks == len(self.visible)
         assert self.core.pulls.running.keys() == self.pulls.keys()
         for number, lease in self.leases.items():

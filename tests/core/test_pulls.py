@@ -645,6 +645,22 @@ def test_publications_are_what_is_here() -> None:
     assert not quiet.told(m.Publish)
 
 
+def test_what_lies_behind_a_lost_block_is_withdrawn_until_it_is_back() -> None:
+    w = world()
+    keys = chain("a", 4)
+    w.store(keys)
+    leased = w.load(keys)
+    w.release(leased.lease, corrupt=keys[1:2])
+    (verify,) = w.told(m.Verify)
+    w.do(m.Verified(verify.verify, intact=False))
+    (publish,) = w.told(m.Publish)
+    assert set(publish.removed) == {BlockId(key, 0) for key in keys[1:]}
+    assert w.match(keys) == 1
+    w.store(keys[1:2], keys[0])
+    assert w.match(keys) == 4
+    assert w.published == {BlockId(key, 0) for key in keys}
+
+
 def test_a_place_of_two_incarnations_is_two_places() -> None:
     w = world()
     keys = chain("a", 4)

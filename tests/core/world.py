@@ -88,7 +88,7 @@ class World:
             self.published.difference_update(publish.removed)
             assert self.published.isdisjoint(publish.added)
             self.published.update(publish.added)
-        assert not self.core.config.has_index or self.published == self.resident()
+        assert not self.core.config.has_index or self.published == self.reachable()
         return replies[0] if replies else None
 
     def told(self, kind: type[T]) -> list[T]:
@@ -98,6 +98,10 @@ class World:
     def resident(self) -> set[BlockId]:
         shards = self.core.residency.shards.values()
         return {block.id for blocks in shards for block in blocks.values() if block.state == RESIDENT}
+
+    def reachable(self) -> set[BlockId]:
+        shards = self.core.residency.shards
+        return {id for id in self.resident() if not shards[id.shard][id.key].orphan}
 
     def register(self, engine: str, layout: Layout) -> m.Registered:
         self.layouts[engine] = layout

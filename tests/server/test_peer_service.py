@@ -68,6 +68,7 @@ def acquire_request(**changes: Any) -> pb.AcquireRequest:
     fields: dict[str, Any] = {
         "call_id": os.urandom(16),
         "node_id": PULLER_ID,
+        "owner_id": OWNER_ID,
         "incarnation": 7,
         "keys": pack_keys(KEYS),
         "fingerprint": FINGERPRINT,
@@ -183,6 +184,8 @@ async def test_nothing_here_is_no_lease(owner: Owner, wire: Wire) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
+        ({"owner_id": OTHER_ID}, "UnknownId", "another node"),
+        ({"owner_id": ""}, "UnknownId", "another node"),
         ({"incarnation": 6}, "UnknownId", "another life"),
         ({"incarnation": 8}, "UnknownId", "another life"),
         ({"incarnation": 0}, "UnknownId", "another life"),
@@ -201,7 +204,7 @@ async def test_nothing_here_is_no_lease(owner: Owner, wire: Wire) -> None:
         ({"block_bytes": BLOCK_BYTES * 2}, "Conflict", "another size"),
         ({"block_bytes": 1}, "Conflict", "another size"),
     ],
-    ids=range(17),
+    ids=range(19),
 )
 async def test_acquires_that_are_refused(
     make_owner: Callable[..., Awaitable[Owner]], changes: dict[str, Any], error: str, words: str

@@ -82,8 +82,8 @@ def the_clock_of_a_lease_is_ignored(patch: pytest.MonkeyPatch) -> None:
 def owners_ignore_which_life_is_asked(patch: pytest.MonkeyPatch) -> None:
     acquire = peer_wire.acquire
 
-    def wrong(message: pb.AcquireRequest, incarnation: int, *args: Any) -> m.Acquire:
-        return acquire(message, message.incarnation, *args)
+    def wrong(message: pb.AcquireRequest, me: tuple[str, int], *args: Any) -> m.Acquire:
+        return acquire(message, (message.owner_id, message.incarnation), *args)
 
     def anybody(answer: pb.HelloResponse, record: Any) -> answers.Peer:
         return hello(answer, replace(record, node=answer.node_id, incarnation=answer.incarnation))
