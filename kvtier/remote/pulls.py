@@ -1,6 +1,6 @@
 """Carries the core's pulls out: lease, bytes, verification, end. Decides only how, never what.
 
-A pull's batches are in flight two at a time, and each is verified while the next ones travel. The first is
+A pull's batches are in flight two at a time, and one is verified while the next ones travel. The first is
 small, so that an engine can begin to copy early.
 """
 
@@ -224,19 +224,27 @@ class Puller:
                 batch = waiting.popleft()
                 flying.append((batch, self._launch(job, transfer, remote, acquired, batch)))
 
+        checking: asyncio.Task[None] | None = None
         try:
             launch()
             while flying:
                 batch, task = flying[0]
                 await asyncio.wait((task,))
                 flying.popleft()
+                if _is_good(task):
+                    launch()
+                if checking is not None:  # what came before is told first, whatever became of this batch
+                    await checking
                 _raise_from(task)
-                launch()
-                await self._verify(job, acquired, batch)
+                checking = asyncio.get_running_loop().create_task(self._verify(job, acquired, batch))
+            if checking is not None:
+                await checking
             if waiting:
                 raise TransferFault("the time of the pull was over before all of it was asked for")
         finally:
-            await _settle([task for _, task in flying])
+            if checking is not None:
+                checking.cancel()  # of no effect unless this pull is cancelled
+            await _settle([*(task for _, task in flying), *([] if checking is None else [checking])])
 
     def _launch(
         self, job: _Job, transfer: Transfer, remote: Remote, acquired: Acquired, batch: slice
@@ -320,6 +328,10 @@ def batches(count: int, block_bytes: int, batch_bytes: int) -> list[slice]:
         result.append(slice(begin, end))
         begin, size = end, min(size * BATCH_GROWTH, most)
     return result
+
+
+def _is_good(task: asyncio.Task[None]) -> bool:
+    return not task.cancelled() and task.exception() is None
 
 
 def _raise_from(task: asyncio.Task[None]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 INFINIBAND: Final = Path("/sys/class/infiniband")
-SEGMENT: Final = "512k"
+SEGMENT: Final = "256k"
 """UCX's own TCP segments are several times slower."""
 _SIOCGIFADDR: Final = 0x8915
 

@@ -82,6 +82,7 @@ def test_an_idle_engine_gives_the_old_arena_up_too(own_daemon: Start, make_engin
     # No call of the engine from here on.
     until(lambda: daemon.status().tiers[0].old_arena_bytes == 0, "the old arena is unmapped")
     until(lambda: is_whole(daemon), "the new arena is whole")
+    until(lambda: engine.client.stats().registrations == 2, "the engine has found the new daemon")
     assert engine.store(chain("c", 60), range(60)) is not None
 
 

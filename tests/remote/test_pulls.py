@@ -518,8 +518,9 @@ async def test_a_peer_that_is_dropped_in_the_middle(owner: Owner, bent: tuple[As
     await until(lambda: transfer.forgotten == [OWNER_ID], "the transfer forgot it")
     transfer.gate.set()
     arrived, fault = await task
-    assert fault in {pulls.TRANSFER, ""}
-    assert arrived <= len(KEYS)
+    # The transfer notices it, or the link does, or it comes too late to matter.
+    assert fault in {pulls.TRANSFER, pulls.UNREACHABLE, ""}
+    assert arrived < len(KEYS) or not fault
 
 
 # ---- real processes
