@@ -363,7 +363,7 @@ class TierTests:
         slot, payload = slot_of(tier, 0, 0), content(PAGE_SIZE_BYTES)
         await write_all(tier, [slot], [payload])
         right = record_of(payload)
-        buffer = memoryview(bytearray(PAGE_SIZE_BYTES))
+        buffer, *more = (memoryview(bytearray(PAGE_SIZE_BYTES)) for _ in range(3))
         for other in (
             replace(right, block=BlockId(bytes(32), 0)),
             replace(right, block=BlockId(right.block.key, 1)),
@@ -372,9 +372,9 @@ class TierTests:
             replace(right, checksum=bytes(16)),
         ):
             assert await tier.read([slot], [other], [buffer]) == [0]
-            assert await tier.read([slot, slot, slot], [right, other, right], [buffer] * 3) == [1]
+            assert await tier.read([slot, slot, slot], [right, other, right], [buffer, *more]) == [1]
         empty = slot_of(tier, 0, 1)
-        assert await tier.read([empty, slot], [right, right], [buffer, buffer]) == [0]
+        assert await tier.read([empty, slot], [right, right], [buffer, more[0]]) == [0]
         await tier.drop([slot])
         assert await tier.read([slot], [right], [buffer]) == [0]
 

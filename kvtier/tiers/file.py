@@ -1,0 +1,580 @@
+"""The NVMe tier: blocks in slab files or on raw block devices, striped over all of them; outlives the node.
+
+What lies on the medium, and how its format may change, is told in `file_format.py`; how extents lie on
+stripes in `file_medium.py`; what is found after a crash and why nothing of it is wrong in
+`file_recovery.py`; what a checkpoint is worth in `file_extents.py`.
+
+**Never wrong bytes.** A read compares the slot's header with the record that is asked for, and the checksum
+of the bytes with both, in the thread that read them. **Hard cap.** All space is set apart when the tier opens
+or grows, never beyond the cap; nothing is ever appended. **An error is a miss.** Any error of the device, and
+an operation that has not come back within `deadline_s`, quarantines the tier: every call is a `TierFault` at
+once, until `probe` has found that the device takes and gives bytes again and that the kernel has returned
+all that was asked before. A call that waits in the kernel keeps its caller's buffers until it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar, Final
+
+from kvtier import logs
+from kvtier.errors import ConfigError, KvtierError, ResourceShortage, TierFault
+from kvtier.interfaces import Tier, TierTraits
+from kvtier.tiers import file_extents, file_format, file_recovery, file_runs
+from kvtier.tiers.file_extents import Extent
+from kvtier.tiers.file_format import Place
+from kvtier.tiers.file_io import Calls
+from kvtier.tiers.file_medium import Medium, Plan
+from kvtier.tiers.file_runs import Move
+from kvtier.tiers.file_threads import Batch, Health, Job, Pool, Positions, Scratch
+from kvtier.types import PAGE_SIZE_BYTES, BlockRecord, Slot, TierKind
+
+DEFAULT_THREADS: Final = 8
+DEFAULT_KEEP_FREE_BYTES: Final = 256 << 20
+DROPS_A_JOB: Final = 64
+RECOVERED_BATCH: Final = 4096
+_DAY_S: Final = 86400
+_ZERO_PAGE: Final = memoryview(mmap.mmap(-1, PAGE_SIZE_BYTES))
+
+_log = logs.get("file")
+
+
+class FileTier(Tier):
+    """Slots on files and devices; implements `Tier`, `Growing`, `Durable` and `Failing`.
+
+    Use one object for one `open` and `close`, from one event loop.
+
+    Parameters
+    ----------
+    node_id
+        32 hexadecimal digits: a medium of another node is refused.
+    paths
+        Directories (made if missing), block devices, or existing files, to be used together for good.
+    capacity_bytes
+        Hard cap on the space that they take together, as `du` counts it.
+    extent_bytes
+        Whole pages; no slot is larger.
+    deadline_s
+        See above.
+    threads
+        Operations that the device is asked at once.
+    catalogue_bytes
+        For tests: space of a checkpoint in each stripe, where the proportion (1/256) is too little for
+        very small blocks.
+    keep_free_bytes
+        What a file system keeps for others.
+    calls
+        The kernel, or what stands for it in tests.
+    clock_s, now_s
+        Monotonic time, and the wall clock's.
+    """
+
+    kind: ClassVar[TierKind] = TierKind.NVME
+    traits: ClassVar[TierTraits] = TierTraits(
+        frees_at_once=False, header_bytes=PAGE_SIZE_BYTES, outlives=True
+    )
+    arena_id: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        *,
+        node_id: str,
+        paths: Sequence[Path],
+        capacity_bytes: int,
+        extent_bytes: int,
+        deadline_s: float = 5.0,
+        threads: int = DEFAULT_THREADS,
+        catalogue_bytes: int | None = None,
+        keep_free_bytes: int = DEFAULT_KEEP_FREE_BYTES,
+        calls: Calls | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        if deadline_s <= 0 or threads <= 0:
+            raise ConfigError(f"deadline_s is {deadline_s}, threads is {threads}: allowed is above 0")
+        self._health = Health(deadline_s, clock_s)
+        plan = Plan(node_id, tuple(paths), capacity_bytes, extent_bytes, catalogue_bytes, keep_free_bytes)
+        self._medium = Medium(plan, self._health, calls or Calls())
+        self._threads = threads
+        self._now_s = now_s
+        self._extents: list[Extent] = []
+        self._allocated_bytes = 0
+        self._capacity_bytes = 0
+        self._epoch = 0
+        self._positions = Positions()
+        self._written_before = 0
+        self._day = 0
+        self._day_begin_bytes = 0
+        self._io: Pool | None = None
+        self._keeper: Pool | None = None
+        self._is_open = False
+        self._calls = 0
+        self._keeping = asyncio.Lock()
+        self._step: asyncio.Task[None] | None = None
+        self._owed_drops: set[tuple[int, int]] = set()
+
+    # ---- what it is
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What slots may lie in once all space could be had; known when it is open."""
+        return self._capacity_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes from offset 0 that space stands behind."""
+        return self._allocated_bytes
+
+    @property
+    def extent_bytes(self) -> int:
+        """Size of an extent."""
+        return self._medium.extent_bytes
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What an operator should know: no O_DIRECT, too little space."""
+        return tuple(self._medium.notices)
+
+    @property
+    def read_bytes(self) -> int:
+        """Read from the medium since it was opened, headers included."""
+        return sum(stripe.read_bytes for stripe in self._medium.stripes)
+
+    @property
+    def written_bytes(self) -> int:
+        """Written to the medium since it was opened, everything included."""
+        return sum(stripe.written_bytes for stripe in self._medium.stripes)
+
+    @property
+    def written_today_bytes(self) -> int:
+        """Written since midnight UTC, by earlier daemons too: what endurance is given in."""
+        return self._written_ever_bytes - self._day_begin()
+
+    @property
+    def faults(self) -> int:
+        """How often the tier was quarantined."""
+        return self._health.faults
+
+    @property
+    def _written_ever_bytes(self) -> int:
+        return self._written_before + self.written_bytes
+
+    def _day_begin(self) -> int:
+        day = int(self._now_s() // _DAY_S)
+        if day != self._day:
+            self._day, self._day_begin_bytes = day, self._written_ever_bytes
+        return self._day_begin_bytes
+
+    # ---- life
+
+    async def open(self) -> None:
+        """Find or make the medium, and find the blocks on it; a second call changes nothing.
+
+        Raises
+        ------
+        ConfigError
+            A path is unusable, or holds another node's blocks, another geometry or another version.
+        AlreadyRunning
+            A live daemon has one of the paths.
+        ResourceShortage
+            A file system is full, or a device fails or does not answer.
+        """
+        if self._io is not None:
+            return
+        self._io = Pool(self._threads, "kvtier-file")
+        self._keeper = Pool(1, "kvtier-file-keeper")
+        try:
+            await self._keep(lambda scratch: self._medium.open())
+            self._capacity_bytes = self._medium.extents * self.extent_bytes
+            self._extents = [Extent() for _ in range(self._medium.extents)]
+            await self._recover()
+            self._allocated_bytes = self._medium.allocated_extents * self.extent_bytes
+            self._is_open = True
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, TierFault):
+                raise ResourceShortage(
+                    f"{error}: repair the device, or leave it out of nvme_paths"
+                ) from error
+            raise
+
+    async def _recover(self) -> None:
+        began_s = time.monotonic()
+        found = file_recovery.Recovery(self._medium, self._extents)
+        await self._keep(lambda scratch: found.read_tables())
+        for jobs in (found.scans, found.checks):
+            await self._settled(self._io, jobs())
+        await self._keep(lambda scratch: found.drop_doubles())
+        await self._settled(self._io, self._zeroing(found.garbage))
+        for extent in self._extents:
+            extent.epoch = -1
+        self._epoch = found.epoch + 1
+        self._positions.next = found.position
+        latest = max((c for c in found.catalogues if c is not None), key=lambda c: c.epoch, default=None)
+        if latest is not None:
+            self._day, self._day_begin_bytes = latest.day, latest.day_begin_bytes
+            self._written_before = latest.written_bytes - latest.position
+        self._written_before += found.position - self.written_bytes
+        self._day_begin()
+        _log.info(
+            "found blocks",
+            count=found.blocks,
+            scanned_extents=len(found.scanned),
+            discarded=len(found.garbage),
+            seconds=round(time.monotonic() - began_s, 3),
+        )
+
+    async def close(self) -> None:
+        """Write a checkpoint and let go of all paths; idempotent. What the kernel still has is left to it."""
+        io, keeper, self._io = self._io, self._keeper, None
+        if io is None or keeper is None:
+            return
+        was_open, self._is_open = self._is_open, False
+        try:
+            if was_open and not self._health.fault:
+                await self._checkpoint()
+        except TierFault as error:
+            _log.warning("no checkpoint at the end", error=str(error))
+        finally:
+            stopped = await asyncio.to_thread(
+                lambda: [pool.stop(self._health.deadline_s) for pool in (io, keeper)]
+            )
+            if all(stopped):
+                self._medium.close()
+            else:  # a descriptor is not reused while the kernel works on it
+                _log.error("the device still does not answer: its files stay open until the process ends")
+            self._allocated_bytes = 0
+
+    def recovered(self) -> Iterator[list[tuple[Slot, BlockRecord]]]:
+        """What `open` found, in batches; to be taken before anything is written."""
+        return file_recovery.batches(self._extents, self.arena_id, RECOVERED_BATCH)
+
+    def grow(self) -> int:
+        """Take space that has become free, in the background; returns what is usable now."""
+        if not self._is_open or self._health.fault:
+            return self._allocated_bytes
+        self._allocated_bytes = self._medium.allocated_extents * self.extent_bytes
+        if self._allocated_bytes < self._capacity_bytes and (self._step is None or self._step.done()):
+            self._step = asyncio.get_running_loop().create_task(self._extend())
+        return self._allocated_bytes
+
+    async def _extend(self) -> None:
+        with self._logged("the tier cannot grow now and tries again"):
+            await self._keep(lambda scratch: self._grow_step())
+
+    def _grow_step(self) -> None:
+        try:
+            self._medium.extend()
+        except OSError as error:
+            self._health.quarantine(f"taking space failed: {error}")
+
+    # ---- faults
+
+    @property
+    def fault(self) -> str:
+        """See `kvtier.interfaces.Failing`."""
+        return self._health.fault
+
+    async def probe(self) -> bool:
+        """Try a page of each stripe, opening again what was taken away; owed drops are made up for.
+
+        False at once while anything that was asked before has not come back.
+        """
+        if not self._is_open:
+            return False
+        if not self._health.fault:
+            return True
+        if self._calls or self._keeping.locked():
+            return False
+        try:
+            await self._keep(self._probe)
+        except (TierFault, OSError):
+            return False
+        self._health.clear()
+        _log.info("the device works again")
+        return True
+
+    def _probe(self, scratch: Scratch) -> None:
+        with self._health.probing():
+            self._medium.reopen()
+            for job in self._zeroing(list(self._owed_drops)):
+                job(scratch)
+            for stripe in self._medium.stripes:
+                stripe.flush()
+        self._owed_drops.clear()
+
+    # ---- bytes
+
+    async def read(
+        self, slots: Sequence[Slot], records: Sequence[BlockRecord], into: Sequence[memoryview]
+    ) -> list[int]:
+        """See `Tier.read`: header and checksum of every block are compared with its record."""
+        moves = self._moves(slots, records, into)
+        medium = self._medium.number
+        wrong: list[int] = []
+
+        def job(run: list[Move]) -> Job:
+            return lambda scratch: wrong.extend(_read(run, medium, scratch))
+
+        with self._call(slot.extent for slot in slots):
+            await self._settled(self._io, [job(run) for run in file_runs.runs(moves)])
+        return sorted(wrong)
+
+    async def write(
+        self, slots: Sequence[Slot], records: Sequence[BlockRecord], payloads: Sequence[memoryview]
+    ) -> None:
+        """See `Tier.write`: each block goes out with its header, neighbours in one call."""
+        self._check_all(slots, records, payloads)
+        with self._call(slot.extent for slot in slots):
+            for slot in slots:
+                extent = self._extents[slot.extent]
+                if extent.slot_bytes != slot.size_bytes:
+                    extent.serve(slot.size_bytes)
+                extent.set_row(self._index(slot), None)
+            await self._mark(slot.extent for slot in slots)
+            moves = self._moves(slots, records, payloads)
+            await self._settled(self._io, [self._writing(run) for run in file_runs.runs(moves)])
+            for slot, move in zip(slots, moves, strict=True):
+                extent = self._extents[slot.extent]
+                if extent.generation == move.place.generation:
+                    extent.set_row(self._index(slot), move.header)
+                self._owed_drops.discard((slot.extent, self._index(slot)))
+
+    def _writing(self, run: list[Move]) -> Job:
+        def job(scratch: Scratch) -> None:
+            run[0].stripe.check_path()
+            size_bytes = sum(move.place.slot_bytes for move in run)
+            first = position = self._positions.begin(size_bytes, self._health.refusal)
+            try:
+                for move in run:
+                    move.header[:] = file_format.pack_header(
+                        self._medium.number, move.record, move.place, position
+                    )
+                    position += move.place.slot_bytes
+                file_runs.write_run(run, scratch)
+            finally:
+                self._positions.end(first)
+
+        return job
+
+    async def drop(self, slots: Sequence[Slot]) -> None:
+        """Write zeros over the headers, and flush: what was there does not come back after a restart either.
+
+        While the device is quarantined this is a `TierFault`, and made up for when it is back.
+        """
+        self._check_open()
+        for slot in slots:
+            self._check(slot)
+        places = [(slot.extent, self._index(slot)) for slot in slots if self._is_slot(slot)]
+        for number, index in places:
+            self._extents[number].set_row(index, None)
+        self._owed_drops.update(places)
+        with self._call(slot.extent for slot in slots):
+            await self._mark(number for number, _ in places)
+            await self._settled(self._io, self._zeroing(places))
+            stripes = {self._medium.place(number)[0] for number, _ in places}
+            await self._settled(self._io, [lambda scratch, s=stripe: s.flush() for stripe in stripes])  # type: ignore[misc]
+            self._owed_drops.difference_update(places)
+
+    def _zeroing(self, places: Sequence[tuple[int, int]]) -> list[Job]:
+        def job(some: Sequence[tuple[int, int]]) -> Job:
+            def work(scratch: Scratch) -> None:
+                for number, index in some:
+                    stripe, begin = self._medium.place(number)
+                    stripe.write(begin + index * self._extents[number].slot_bytes, [_ZERO_PAGE])
+
+            return work
+
+        return [job(places[first : first + DROPS_A_JOB]) for first in range(0, len(places), DROPS_A_JOB)]
+
+    # ---- the table and the catalogue
+
+    async def _mark(self, numbers: Iterable[int]) -> None:
+        """Return when the table says of these extents that they change in this epoch."""
+        wanted = sorted(set(numbers))
+        for number in wanted:
+            extent = self._extents[number]
+            if extent.epoch != self._epoch and extent.marking is None:
+                extent.marking = asyncio.create_task(self._write_mark(number, extent))
+        tasks = [task for number in wanted if (task := self._extents[number].marking) is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+            for task in tasks:
+                task.result()
+
+    async def _write_mark(self, number: int, extent: Extent) -> None:
+        epoch, extent.epoch = self._epoch, self._epoch
+        page = file_format.pack_table_entry(self._medium.number, number, extent.entry)
+        stripe, offset_bytes = self._medium.table_page(number)
+        generation = extent.generation
+        done = False
+        try:
+            await self._settled(self._io, [lambda scratch: stripe.store(offset_bytes, page)])
+            done = True
+        finally:
+            extent.marking = None
+            if not done or (epoch, generation) != (self._epoch, extent.generation):
+                extent.epoch = -1
+
+    async def checkpoint(self) -> None:
+        """See `kvtier.interfaces.Durable`; in the background, beside reads and writes."""
+        self._check_open()
+        await self._checkpoint()
+
+    async def _checkpoint(self) -> None:
+        self._epoch += 1
+        covered = [
+            (number, extent)
+            for number, extent in enumerate(self._extents)
+            if extent.slot_bytes and not extent.busy and extent.marking is None
+        ]
+        counters = (self._positions.next, self._written_ever_bytes, self._day, self._day_begin())
+        epoch = self._epoch
+        await self._keep(lambda scratch: self._write_catalogues(epoch, covered, counters))
+
+    def _write_catalogues(
+        self, epoch: int, covered: Sequence[tuple[int, Extent]], counters: tuple[int, int, int, int]
+    ) -> None:
+        count = len(self._medium.stripes)
+        for stripe, superblock in zip(self._medium.stripes, self._medium.superblocks, strict=True):
+            own = [pair for pair in covered if pair[0] % count == superblock.stripe]
+            catalogue = file_extents.catalogue_of(own, superblock.catalogue_bytes, epoch, counters)
+            stripe.store(superblock.catalogue_offset(epoch), catalogue.pack(superblock.medium))
+            stripe.flush()
+
+    # ---- checks
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise TierFault("the file tier is not open")
+
+    def _check_all(
+        self, slots: Sequence[Slot], records: Sequence[BlockRecord], buffers: Sequence[memoryview]
+    ) -> None:
+        self._check_open()
+        if not len(slots) == len(records) == len(buffers):
+            raise TierFault(
+                f"{len(slots)} slots, {len(records)} records and {len(buffers)} buffers were given"
+            )
+        for slot, record, buffer in zip(slots, records, buffers, strict=True):
+            self._check(slot)
+            room_bytes = min(slot.size_bytes - PAGE_SIZE_BYTES, buffer.nbytes)
+            if not 0 < record.block_bytes <= room_bytes:
+                raise TierFault(
+                    f"{record.block_bytes} bytes do not fit {slot} and a buffer of {buffer.nbytes} bytes"
+                )
+
+    def _check(self, slot: Slot) -> None:
+        begin, size = slot.offset_bytes - slot.extent * self.extent_bytes, slot.size_bytes
+        if (
+            slot.arena != self.arena_id
+            or size <= PAGE_SIZE_BYTES
+            or size % PAGE_SIZE_BYTES
+            or not 0 <= slot.extent < self._allocated_bytes // self.extent_bytes
+            or not 0 <= begin <= self.extent_bytes - size
+            or begin % size
+        ):
+            raise TierFault(
+                f"{slot} is no slot of the file tier, which has {self._allocated_bytes} bytes in extents of "
+                f"{self.extent_bytes}"
+            )
+
+    def _is_slot(self, slot: Slot) -> bool:
+        """Whether the extent serves slots of this size now; what it served before is gone already."""
+        return self._extents[slot.extent].slot_bytes == slot.size_bytes
+
+    def _index(self, slot: Slot) -> int:
+        return (slot.offset_bytes - slot.extent * self.extent_bytes) // slot.size_bytes
+
+    def _moves(
+        self, slots: Sequence[Slot], records: Sequence[BlockRecord], buffers: Sequence[memoryview]
+    ) -> list[Move]:
+        self._check_all(slots, records, buffers)
+        moves = []
+        for number, (slot, record, buffer) in enumerate(zip(slots, records, buffers, strict=True)):
+            stripe, begin = self._medium.place(slot.extent)
+            place = Place(slot.offset_bytes, slot.size_bytes, self._extents[slot.extent].generation)
+            offset_bytes = begin + slot.offset_bytes - slot.extent * self.extent_bytes
+            memory = buffer.cast("B")[: record.block_bytes]
+            moves.append(Move(number, stripe, offset_bytes, place, record, memory))
+        return moves
+
+    # ---- waiting for threads
+
+    @contextmanager
+    def _call(self, numbers: Iterable[int]) -> Iterator[None]:
+        """One call of the node: refused while the tier is quarantined, counted while it is under way."""
+        if fault := self._health.fault:
+            raise TierFault(fault)
+        extents = [self._extents[number] for number in set(numbers)]
+        self._calls += 1
+        for extent in extents:
+            extent.busy += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            for extent in extents:
+                extent.busy -= 1
+
+    async def _keep(self, job: Job) -> None:
+        """One job on the keeper's thread, one at a time."""
+        async with self._keeping:
+            await self._settled(self._keeper, [job])
+
+    async def _settled(self, pool: Pool | None, jobs: Sequence[Job]) -> None:
+        """Do the jobs, and return or raise only when none of them runs any more.
+
+        Whatever ends the wait early (cancellation, a device that does not answer) lets go what has not begun
+        and then goes on waiting for the rest: it still has the caller's buffers.
+        """
+        if not jobs:
+            return
+        if pool is None:
+            raise TierFault("the file tier is not open")
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        batch = Batch(jobs, lambda: _tell(loop, ended))
+        pool.submit(batch)
+        cancelled: asyncio.CancelledError | None = None
+        stuck = ""
+        waiting = asyncio.ensure_future(ended.wait())
+        while not waiting.done():
+            try:
+                await asyncio.wait([waiting], timeout=self._health.deadline_s / 4)
+            except asyncio.CancelledError as error:
+                cancelled = error
+                batch.abandon()
+            if not waiting.done() and self._health.is_stuck:
+                stuck = self._health.fault
+                batch.abandon()
+        if cancelled is not None:
+            raise cancelled
+        if batch.error is not None:
+            raise batch.error
+        if stuck:
+            raise TierFault(stuck)
+
+    @contextmanager
+    def _logged(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except KvtierError as error:
+            _log.warning(what, error=str(error))
+
+
+def _read(run: list[Move], medium: bytes, scratch: Scratch) -> list[int]:
+    run[0].stripe.check_path()
+    return file_runs.read_run(run, medium, scratch)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+    try:
+        loop.call_soon_threadsafe(ended.set)
+    except RuntimeError:  # the loop is closed: nobody waits any more
+        return

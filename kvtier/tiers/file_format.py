@@ -1,0 +1,408 @@
+"""What the file tier writes, byte by byte: superblock, table, catalogue, slot headers.
+
+One **stripe** is one slab file or block device. From its offset 0, in pages of 4096 bytes, little endian:
+
+=============  ===============================================================================
+superblock     one page: whose it is, the format's version, the geometry, the medium's number
+probe          one page that is written and read to find out whether the device works
+catalogue      two areas of `catalogue_bytes`; checkpoints go to them in turn
+table          one page an extent: slot size, generation, epoch of its last change
+extents        `extents` times `extent_bytes`; a slot is a header page and the block behind it
+=============  ===============================================================================
+
+The **medium** number is drawn at random when all stripes of a tier are made. It keys the checksums
+(BLAKE2b) of headers and table: a page that only looks like a header, because a block holds such bytes or
+because the disk was somebody else's before, is never taken for one. So slots may begin where older blocks of
+another size lie, and nothing has to be erased.
+
+Versions
+--------
+The superblock begins with magic and version, in every version. `SUPERBLOCK_READERS` and `HEADER_READERS`
+have one entry for each version that this code can read, and each header names its own. To change the
+format: raise `FORMAT_VERSION`, add the new readers, keep the old ones. A slab of a version that has a reader
+is opened; its superblock is rewritten as `FORMAT_VERSION` (one page, after which older programs refuse it),
+its slots are read as what they say they are, and become new ones as they are overwritten. A version without a
+reader, older or newer, is a `ConfigError` that says what to do; nothing is changed then.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtier.types import KEY_SIZE_BYTES, PAGE_SIZE_BYTES, BlockId, BlockRecord
+
+FORMAT_VERSION: Final = 1
+HEADER_BYTES: Final = 192
+"""What of a header page says anything; the rest is zeros."""
+CODEC_RAW: Final = 0
+MEDIUM_BYTES: Final = 16
+MAX_EXTENTS: Final = 1 << 24
+
+_SUPERBLOCK_MAGIC: Final = b"KVTSLAB\n"
+_TABLE_MAGIC: Final = 0x4254564B
+_CATALOGUE_MAGIC: Final = 0x4354564B
+_HEADER_MAGIC: Final = 0x4853564B
+_HAS_PARENT: Final = 1
+
+_SUPERBLOCK: Final = struct.Struct("<8sII16s16sIIQQQ")
+_TABLE: Final = struct.Struct("<IIQQQI4x")
+_CATALOGUE: Final = struct.Struct("<IIQQIIQQQQ16s")
+_HEADER: Final = struct.Struct("<IHHIIII32s32s32s16sQQQQQ")
+
+Raw = bytes | bytearray | memoryview
+Rows = npt.NDArray[np.uint8]
+"""``[n, HEADER_BYTES]``: headers as they lie on the medium."""
+
+ROW_DTYPE: Final = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u2"),
+        ("codec", "<u2"),
+        ("shard", "<u4"),
+        ("flags", "<u4"),
+        ("generation", "<u4"),
+        ("reserved", "<u4"),
+        ("key", "V32"),
+        ("parent", "V32"),
+        ("fingerprint", "V32"),
+        ("checksum", "V16"),
+        ("block_bytes", "<u8"),
+        ("payload_bytes", "<u8"),
+        ("slot_bytes", "<u8"),
+        ("offset_bytes", "<u8"),
+        ("position", "<u8"),
+        ("mac", "V16"),
+    ]
+)
+COVERED_DTYPE: Final = np.dtype(
+    [("extent", "<u4"), ("generation", "<u4"), ("slot_bytes", "<u8"), ("rows", "<u4"), ("reserved", "<u4")]
+)
+assert ROW_DTYPE.itemsize == HEADER_BYTES == _HEADER.size + 16
+
+
+def pages(size_bytes: int) -> int:
+    """`size_bytes` rounded up to whole pages."""
+    return -(-size_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
+
+
+def _page(content: bytes) -> bytes:
+    return content.ljust(PAGE_SIZE_BYTES, b"\0")
+
+
+def _mac(medium: bytes, content: Raw) -> bytes:
+    return blake2b(content, digest_size=16, key=medium).digest()
+
+
+# ---- the superblock
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """Whose stripe this is, and where everything lies in it.
+
+    Attributes
+    ----------
+    medium
+        Shared by all stripes of a tier and by nothing else; never logged.
+    node
+        16 bytes.
+    stripe, stripes
+        Extent ``e`` of the tier is extent ``e // stripes`` of stripe ``e % stripes``.
+    extents
+        How many this stripe has at most.
+    catalogue_bytes
+        Of each of the two areas.
+    complete
+        All stripes have their superblock.
+    """
+
+    medium: bytes
+    node: bytes
+    stripe: int
+    stripes: int
+    extent_bytes: int
+    extents: int
+    catalogue_bytes: int
+    complete: bool
+    version: int = FORMAT_VERSION
+
+    @property
+    def table_offset(self) -> int:
+        """Where the table begins."""
+        return 2 * PAGE_SIZE_BYTES + 2 * self.catalogue_bytes
+
+    def catalogue_offset(self, epoch: int) -> int:
+        """Where the checkpoint of that epoch goes."""
+        return 2 * PAGE_SIZE_BYTES + epoch % 2 * self.catalogue_bytes
+
+    def extent_offset(self, index: int) -> int:
+        """Where the stripe's own extent `index` begins; with the number of extents, the stripe's size."""
+        return self.table_offset + self.extents * PAGE_SIZE_BYTES + index * self.extent_bytes
+
+    def pack(self) -> bytes:
+        """One page."""
+        content = _SUPERBLOCK.pack(
+            _SUPERBLOCK_MAGIC,
+            self.version,
+            self.complete,
+            self.medium,
+            self.node,
+            self.stripe,
+            self.stripes,
+            self.extent_bytes,
+            self.extents,
+            self.catalogue_bytes,
+        )
+        return _page(content + xxhash.xxh3_128_digest(content))
+
+
+def _superblock_v1(page: bytes) -> Superblock | None:
+    content = page[: _SUPERBLOCK.size]
+    if page[_SUPERBLOCK.size : _SUPERBLOCK.size + 16] != xxhash.xxh3_128_digest(content):
+        return None
+    _, version, complete, medium, node, stripe, stripes, extent_bytes, extents, area = _SUPERBLOCK.unpack(
+        content
+    )
+    whole = not (extent_bytes % PAGE_SIZE_BYTES or area % PAGE_SIZE_BYTES)
+    if not (whole and extent_bytes and stripe < stripes and 0 < extents * stripes <= MAX_EXTENTS):
+        return None
+    return Superblock(medium, node, stripe, stripes, extent_bytes, extents, area, bool(complete), version)
+
+
+SUPERBLOCK_READERS: Final[Mapping[int, Callable[[bytes], Superblock | None]]] = {1: _superblock_v1}
+
+
+def superblock_version(page: bytes) -> int | None:
+    """The version that a superblock is of; None where the page is none of kvtier's."""
+    magic, version = struct.unpack_from("<8sI", page)
+    return int(version) if magic == _SUPERBLOCK_MAGIC else None
+
+
+def read_superblock(page: bytes) -> Superblock | None:
+    """A superblock of a version that can be read; None where it is damaged."""
+    version = superblock_version(page)
+    return None if version is None else SUPERBLOCK_READERS[version](page)
+
+
+# ---- the table
+
+
+class TableEntry(NamedTuple):
+    """What one extent serves since when: of `slot_bytes` 0 nothing yet."""
+
+    slot_bytes: int
+    generation: int
+    epoch: int
+
+
+def pack_table_entry(medium: bytes, extent: int, entry: TableEntry) -> bytes:
+    """The page of the tier's extent `extent`."""
+    content = _TABLE.pack(_TABLE_MAGIC, 1, extent, entry.slot_bytes, entry.epoch, entry.generation)
+    return _page(content + _mac(medium, content))
+
+
+def read_table_entry(medium: bytes, extent: int, page: memoryview) -> TableEntry | None:
+    """None where the page is damaged, another extent's, or was never written."""
+    content = page[: _TABLE.size]
+    magic, _, number, slot_bytes, epoch, generation = _TABLE.unpack(content)
+    if magic != _TABLE_MAGIC or number != extent:
+        return None
+    if page[_TABLE.size : _TABLE.size + 16] != _mac(medium, content):
+        return None
+    return TableEntry(slot_bytes, generation, epoch)
+
+
+# ---- slot headers
+
+
+class Place(NamedTuple):
+    """Where a slot lies in the tier, and under which generation of its extent."""
+
+    offset_bytes: int
+    slot_bytes: int
+    generation: int
+
+
+class Header(NamedTuple):
+    """What a header page says."""
+
+    record: BlockRecord
+    place: Place
+    codec: int
+    payload_bytes: int
+    position: int
+
+
+def pack_header(medium: bytes, record: BlockRecord, place: Place, position: int) -> bytes:
+    """`HEADER_BYTES` bytes; `position` counts the bytes that were written to the medium before this slot."""
+    content = _HEADER.pack(
+        _HEADER_MAGIC,
+        1,
+        CODEC_RAW,
+        record.block.shard,
+        0 if record.parent is None else _HAS_PARENT,
+        place.generation,
+        0,
+        record.block.key,
+        record.parent or bytes(KEY_SIZE_BYTES),
+        record.fingerprint,
+        record.checksum,
+        record.block_bytes,
+        record.block_bytes,
+        place.slot_bytes,
+        place.offset_bytes,
+        position,
+    )
+    return content + _mac(medium, content)
+
+
+def _header_v1(medium: bytes, raw: Raw) -> Header | None:
+    content = raw[: _HEADER.size]
+    if raw[_HEADER.size : HEADER_BYTES] != _mac(medium, content):
+        return None
+    return unpack_row(content)
+
+
+def unpack_row(content: Raw) -> Header:
+    """A header that has been verified."""
+    numbers = _HEADER.unpack(content[: _HEADER.size])
+    _, _, codec, shard, flags, generation, _ = numbers[:7]
+    key, parent, fingerprint, checksum = numbers[7:11]
+    block_bytes, payload_bytes, slot_bytes, offset_bytes, position = numbers[11:]
+    record = BlockRecord(
+        BlockId(key, shard), parent if flags & _HAS_PARENT else None, fingerprint, block_bytes, checksum
+    )
+    return Header(record, Place(offset_bytes, slot_bytes, generation), codec, payload_bytes, position)
+
+
+HEADER_READERS: Final[Mapping[int, Callable[[bytes, Raw], Header | None]]] = {1: _header_v1}
+
+
+def read_header(medium: bytes, raw: Raw) -> Header | None:
+    """None where these `HEADER_BYTES` bytes are no whole header of this medium."""
+    magic, version = struct.unpack_from("<IH", raw)
+    reader = HEADER_READERS.get(version) if magic == _HEADER_MAGIC else None
+    return None if reader is None else reader(medium, raw)
+
+
+def says(header: Header | None, record: BlockRecord, place: Place) -> bool:
+    """Whether the slot holds this block, raw. The parent is left out: the key names the whole prefix."""
+    return (
+        header is not None
+        and header.place == place
+        and header.codec == CODEC_RAW
+        and header.payload_bytes == header.record.block_bytes == record.block_bytes
+        and header.record.block == record.block
+        and header.record.checksum == record.checksum
+        and header.record.fingerprint == record.fingerprint
+    )
+
+
+def valid_rows(
+    medium: bytes, rows: Rows, base_bytes: int, slot_bytes: int, generation: int
+) -> npt.NDArray[np.intp]:
+    """Which slots of an extent, which begins at `base_bytes`, have a whole header: its numbers, ascending."""
+    fields = np.ascontiguousarray(rows).view(ROW_DTYPE)[:, 0]
+    offsets = base_bytes + slot_bytes * np.arange(len(rows), dtype=np.uint64)
+    plausible = (
+        (fields["magic"] == _HEADER_MAGIC)
+        & (fields["offset_bytes"] == offsets)
+        & (fields["slot_bytes"] == slot_bytes)
+        & (fields["generation"] == generation)
+        & (fields["codec"] == CODEC_RAW)
+        & (fields["payload_bytes"] == fields["block_bytes"])
+        & (fields["block_bytes"] > 0)
+        & (fields["block_bytes"] <= slot_bytes - PAGE_SIZE_BYTES)
+    )
+    found = [
+        i for i in np.flatnonzero(plausible).tolist() if read_header(medium, rows[i].tobytes()) is not None
+    ]
+    return np.array(found, dtype=np.intp)
+
+
+# ---- the catalogue
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """A checkpoint of one stripe.
+
+    Attributes
+    ----------
+    epoch
+        Extents whose table entry has a lower epoch are as they were when this was written.
+    position
+        Of the next slot to be written.
+    written_bytes
+        To the whole medium, since it was made.
+    day, day_begin_bytes
+        The UTC day (days since 1970) and `written_bytes` when it began.
+    covered
+        `COVERED_DTYPE`: the extents that are in it, each with the number of its rows.
+    rows
+        The headers of all their slots that hold a block.
+    """
+
+    epoch: int
+    position: int
+    written_bytes: int
+    day: int
+    day_begin_bytes: int
+    covered: np.ndarray
+    rows: Rows
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the area that it needs."""
+        return PAGE_SIZE_BYTES + pages(self.covered.nbytes + self.rows.nbytes)
+
+    def pack(self, medium: bytes) -> bytes:
+        """Whole pages."""
+        payload = self.covered.tobytes() + self.rows.tobytes()
+        content = _CATALOGUE.pack(
+            _CATALOGUE_MAGIC,
+            1,
+            self.epoch,
+            len(payload),
+            len(self.covered),
+            len(self.rows),
+            self.position,
+            self.written_bytes,
+            self.day,
+            self.day_begin_bytes,
+            xxhash.xxh3_128_digest(payload),
+        )
+        return _page(content + _mac(medium, content)) + payload.ljust(pages(len(payload)), b"\0")
+
+
+def read_catalogue(medium: bytes, area: memoryview) -> Catalogue | None:
+    """None where the area holds no whole catalogue of this medium."""
+    content = area[: _CATALOGUE.size]
+    magic, version, epoch, size, covered, rows, position, written, day, day_begin, checksum = (
+        _CATALOGUE.unpack(content)
+    )
+    if magic != _CATALOGUE_MAGIC or version != 1:
+        return None
+    if area[_CATALOGUE.size : _CATALOGUE.size + 16] != _mac(medium, content):
+        return None
+    payload = area[PAGE_SIZE_BYTES : PAGE_SIZE_BYTES + size]
+    border = covered * COVERED_DTYPE.itemsize
+    if size != border + rows * HEADER_BYTES or xxhash.xxh3_128_digest(payload) != checksum:
+        return None
+    return Catalogue(
+        epoch,
+        position,
+        written,
+        day,
+        day_begin,
+        np.frombuffer(payload[:border], COVERED_DTYPE),
+        np.frombuffer(payload[border:], np.uint8).reshape(rows, HEADER_BYTES),
+    )
