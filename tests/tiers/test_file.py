@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.testing.faulty_tier import FaultyTier
 from kvtier.testing.tier_tests import MakeTier, TierTests
 from kvtier.tiers.file import FileTier
 
@@ -69,3 +70,9 @@ class TestPlainFileLikeADevice(TierTests):
         file = tmp_path / "whole"
         file.write_bytes(bytes(2 * MIB))
         return lambda: make_file_tier(file, tmp_path / "and a directory", capacity_bytes=4 * MIB)
+
+
+class TestFaultyTier(TierTests):
+    @pytest.fixture
+    def make_tier(self, tmp_path: Path) -> MakeTier:
+        return lambda: FaultyTier(make_file_tier(tmp_path / "tier"))
