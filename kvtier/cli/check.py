@@ -17,9 +17,12 @@ from rich.text import Text
 
 from kvtier import machine
 from kvtier.cli import output
+from kvtier.cli.findings import DEGRADED, MISSING, OK, Finding, finding
+from kvtier.cli.memory import memory_findings
 from kvtier.cli.options import AsJson, ConfigFile, with_config_options
-from kvtier.cli.probes import DEGRADED, MISSING, OK, PROBES, Finding, finding
+from kvtier.cli.probes import PROBES
 from kvtier.cli.reach import network_findings
+from kvtier.cli.storage import storage_findings
 from kvtier.client import AdminClient
 from kvtier.config import Config
 from kvtier.errors import KvtierError
@@ -37,6 +40,12 @@ def check(
         list[str] | None,
         typer.Option("--peer", help="HOST:PORT of another node to call as well; may be repeated."),
     ] = None,
+    nvme: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--nvme", help="Directory or block device for the NVMe tier to look at; may be repeated."
+        ),
+    ] = None,
     skip: Annotated[
         list[str] | None,
         typer.Option("--skip", help=f"Leave a probe out: {', '.join(PROBES)}.", show_default=False),
@@ -47,7 +56,8 @@ def check(
     """Show what works on this machine: ok, degraded (kvtier runs, slower or with less), or missing.
 
     Takes the options of `kvtier serve`, so that it judges the daemon that would run with them. Exit code 1:
-    something that `kvtier serve` needs is missing, or an index or a peer that was named does not answer.
+    something that `kvtier serve` needs is missing, or an index, a peer or a path that was named does not
+    answer.
     """
     unknown = set(skip or ()) - set(PROBES)
     if unknown:
@@ -61,6 +71,7 @@ def check(
         progress(f"probing {', '.join(names)}")
         running = [pool.submit(_probe, name) for name in names]
         found = local_findings(settings)
+        found += storage_findings(nvme or ())
         found += network_findings(settings, peer or ())
         found += [each for future in running for each in future.result()]
     ready = not any(each["state"] == MISSING and each["needed"] for each in found)
@@ -86,6 +97,7 @@ def local_findings(config: Config) -> list[Finding]:
         _shared_memory(config, running),
         _memory(config),
         _memlock(config),
+        *memory_findings(config),
         *(_directory(name, getattr(config, name)) for name in ("data_dir", "run_dir")),
         _metrics_port(config, running),
         daemon,

@@ -8,31 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-OK: Final = "ok"
-DEGRADED: Final = "degraded"
-MISSING: Final = "missing"
+from kvtier.cli.findings import MISSING, OK, Finding, finding, one_line
+from kvtier.cli.gds import gds_findings
 
-Finding = dict[str, Any]
 _NIXL_BACKENDS: Final = {
     "UCX": "blocks cannot be moved between nodes with RDMA or shared memory; gRPC streams remain",
     "POSIX": "NIXL cannot read and write files; kvtier's own file I/O remains",
     "GDS": "no direct path from disk to GPU memory; reads go through host memory",
     "GDS_MT": "no direct path from disk to GPU memory; reads go through host memory",
 }
-
-
-def finding(name: str, state: str, why: str, todo: str = "", *, needed: bool = False) -> Finding:
-    """One line of `kvtier check`; `needed`: `kvtier serve` does not start without it."""
-    return {"name": name, "state": state, "why": why, "todo": todo, "needed": needed}
 
 
 def nixl() -> list[Finding]:
@@ -68,19 +60,9 @@ def nixl() -> list[Finding]:
 
 
 def gpu() -> list[Finding]:
-    """CUDA's driver, and whether cuFile opens (GPUDirect Storage)."""
+    """CUDA's driver, and what GPUDirect Storage is made of."""
     cuda = _cuda()
-    if cuda["state"] != OK:
-        return [
-            cuda,
-            finding(
-                "gds",
-                MISSING,
-                "GPUDirect Storage needs the CUDA driver: reads go through host memory",
-                cuda["todo"],
-            ),
-        ]
-    return [cuda, _gds()]
+    return [cuda, *gds_findings(cuda["state"] == OK)]
 
 
 def _cuda() -> Finding:
@@ -94,37 +76,6 @@ def _cuda() -> Finding:
     count = ctypes.c_int()
     driver.cuDeviceGetCount(ctypes.byref(count))
     return finding("cuda", OK, f"{count.value} devices")
-
-
-def _gds() -> Finding:
-    todo = "pip install 'kvtier[gpu]', load the kernel module nvidia-fs, then run gdscheck -p"
-    try:
-        library = ctypes.CDLL("libcufile.so.0")
-    except OSError:
-        try:
-            package = importlib.import_module("nvidia.cufile")
-            library = ctypes.CDLL(str(Path(package.__path__[0], "lib", "libcufile.so.0")))
-        except (ImportError, OSError) as error:
-            return finding(
-                "gds", MISSING, f"no cuFile library ({one_line(error)}): reads go through host memory", todo
-            )
-
-    class Status(ctypes.Structure):
-        """CUfileError_t."""
-
-        _fields_ = (("err", ctypes.c_int), ("cu_err", ctypes.c_int))
-
-    library.cuFileDriverOpen.restype = Status
-    status = library.cuFileDriverOpen()
-    if status.err:
-        return finding(
-            "gds", MISSING, f"cuFileDriverOpen failed with {status.err}: reads go through host memory", todo
-        )
-    if not Path("/proc/driver/nvidia-fs/stats").exists():
-        return finding(
-            "gds", DEGRADED, "cuFile opens, but without nvidia-fs it copies through host memory", todo
-        )
-    return finding("gds", OK, "cuFile opens and nvidia-fs is loaded")
 
 
 def index() -> list[Finding]:
@@ -182,12 +133,6 @@ PROBES: Final[dict[str, Callable[[], list[Finding]]]] = {
     "index": index,
     "vllm": vllm,
 }
-
-
-def one_line(error: BaseException | str) -> str:
-    """What a table has room for."""
-    text = " ".join(str(error).split())
-    return text[:160] or type(error).__name__
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from kvtier.cli.probes import DEGRADED, MISSING, OK, Finding, finding, one_line
+from kvtier.cli.findings import DEGRADED, MISSING, OK, Finding, finding, one_line
 from kvtier.config import Config
 from kvtier.errors import ConfigError, KvtierError, ProtocolMismatch, Unavailable
 from kvtier.interfaces import Index

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli import check, reach
-from kvtier.cli.probes import DEGRADED, MISSING, OK, PROBES, Finding
+from kvtier.cli.findings import DEGRADED, MISSING, OK, Finding
+from kvtier.cli.probes import PROBES
 from kvtier.config import Config
 from kvtier.demo.node import NodeProcess
 from tests.cli.conftest import Kvtier
@@ -106,13 +107,16 @@ def test_the_command(kvtier: Kvtier, node: NodeProcess) -> None:
         "KVTIER_RUN_DIR": str(node.socket.parent),
         "KVTIER_DRAM_BYTES": "64MiB",
     }
-    done = kvtier("check", "--json", *skipped, **environment)
+    path = str(node.socket.parent)
+    done = kvtier("check", "--json", "--nvme", path, *skipped, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["ok"]
+    assert f"nvme {path}" in {each["name"] for each in report["checks"]}
     assert {"shared memory", "memlock", "daemon", "cuda", "gds"} <= {
         each["name"] for each in report["checks"]
     }
+    assert kvtier("check", "--nvme", "/nowhere", *skipped, **environment).returncode == 1
     bad = kvtier("check", *skipped, **{**environment, "KVTIER_SHM_DIR": "/nowhere"})
     assert bad.returncode == 1
     assert "KVTIER_SHM_DIR" in bad.stdout

@@ -1,0 +1,121 @@
+"""What `kvtier check` says of a directory or block device for the NVMe tier: what it is, and how it fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from kvtier import machine
+from kvtier.cli import output
+from kvtier.cli.findings import DEGRADED, MISSING, OK, Finding, finding, one_line
+from kvtier.tiers import numa, preflight, sysfs
+from kvtier.tiers.nvmeof import Controller, Namespace, Storage, inspect
+from kvtier.tiers.preflight import Problem
+
+TIER_DEADLINE_S: Final = 5.0
+"""So long the tier waits for its storage unless configured otherwise."""
+ANSWER_TIMEOUT_S: Final = 5.0
+"""A path that has not even told its status by then does not answer."""
+_STAT: Final = "import os, sys\ntry: os.stat(sys.argv[1])\nexcept OSError as error: sys.exit(error.strerror)"
+
+
+def storage_findings(
+    paths: Sequence[str],
+    deadline_s: float = TIER_DEADLINE_S,
+    *,
+    root: Path = sysfs.SYSFS,
+    mountinfo: Path = sysfs.MOUNTINFO,
+) -> list[Finding]:
+    """One line for each path, and one for everything that is wrong with what lies under it."""
+    nodes = numa.memory_nodes(root)
+    own = numa.nodes_of_cpus(nodes, numa.own_cpus()) if len(nodes) > 1 else []
+    found: list[Finding] = []
+    for path in paths:
+        fault = silence(path)
+        if fault:
+            found.append(_unusable(path, fault))
+            continue
+        storage = inspect(Path(path), root=root, mountinfo=mountinfo)
+        wrong = preflight.problems(storage, deadline_s, own)
+        found.append(_line(path, storage, wrong, deadline_s))
+        found += [each for each in map(_problem_line, wrong) if each not in found]
+    return found
+
+
+def silence(path: str, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
+    """Why `path` cannot be looked at; empty where it can.
+
+    Asked in a process of its own: nothing ends a wait for a dead mount, so that process is left behind.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _STAT, path]
+    asking = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        _, said = asking.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        asking.kill()
+        return f"does not answer within {timeout_s:g} s"
+    return one_line(said) if asking.returncode else ""
+
+
+def _unusable(path: str, fault: str) -> Finding:
+    todo = "see that it is mounted, that its target answers, and that the path is right"
+    return finding(f"nvme {path}", MISSING, fault, todo, needed=True)
+
+
+def _line(path: str, storage: Storage, wrong: Sequence[Problem], deadline_s: float) -> Finding:
+    name = f"nvme {path}"
+    if not os.access(path, os.W_OK):
+        todo = f"give this user the right to write to {path}"
+        return finding(name, MISSING, "not writable for this user", todo, needed=True)
+    why = "; ".join(filter(None, [_what(storage, deadline_s), _free(path), storage.problem]))
+    if any(problem.fatal for problem in wrong):
+        return finding(name, MISSING, why, "see the lines of its controllers", needed=True)
+    if wrong:
+        return finding(name, DEGRADED, why, "see the lines of its controllers")
+    if storage.problem:
+        todo = "mount a local disk or an NVMe-oF namespace there, or name its block device"
+        return finding(name, DEGRADED, why, todo)
+    return finding(name, OK, why)
+
+
+def _problem_line(problem: Problem) -> Finding:
+    state = MISSING if problem.fatal else DEGRADED
+    return finding(f"nvme {problem.where}", state, problem.why, problem.todo, needed=problem.fatal)
+
+
+def _what(storage: Storage, deadline_s: float) -> str:
+    parts = [_namespace(each, deadline_s) for each in storage.namespaces]
+    parts += [f"{name}: a disk without NVMe, its timeouts are not known" for name in storage.others]
+    return "; ".join(parts)
+
+
+def _namespace(namespace: Namespace, deadline_s: float) -> str:
+    ways = ", ".join(_controller(each, deadline_s) for each in namespace.controllers) or "no controller"
+    policy = f", {len(namespace.controllers)} paths by {namespace.io_policy}" if namespace.io_policy else ""
+    return f"{namespace.name}{policy}: {ways}"
+
+
+def _controller(controller: Controller, deadline_s: float) -> str:
+    queues = f", {controller.queue_count} queues" if controller.queue_count else ""
+    nqn = f" {controller.subsystem_nqn}" if controller.is_remote else ""
+    kind = f"NVMe-oF {controller.transport}" if controller.is_remote else controller.transport or "NVMe"
+    text = f"{controller.name} {kind} {controller.address}{nqn} {controller.state or '?'}{queues}"
+    if controller.is_remote:
+        return f"{text}, I/O waits {preflight.waits_s(controller):g} s at most"
+    notice_s = preflight.notices_s(controller)
+    if notice_s <= deadline_s:
+        return text
+    return f"{text}, local: a drive without answer is reset after {notice_s:g} s, given up by the tier before"
+
+
+def _free(path: str) -> str:
+    try:
+        return f"{output.size_text(machine.free_bytes(Path(path)))} free" if os.path.isdir(path) else ""
+    except OSError as error:
+        return one_line(error)
