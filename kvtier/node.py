@@ -21,11 +21,12 @@ from kvtier.core.stats import BlockPlace, CoreStats
 from kvtier.errors import Conflict, Corruption, KvtierError, LimitExceeded, TierFault, Unavailable
 from kvtier.hashing import Hasher
 from kvtier.identity import Identity
-from kvtier.interfaces import Growing, Tier
+from kvtier.interfaces import Failing, Growing, Mapped, Tier
 from kvtier.liveness import EngineLocks
 from kvtier.metrics import Metrics
 from kvtier.remote.arrivals import Arrivals
 from kvtier.remote.remote import Remote
+from kvtier.tiering import PROBE_S, Tiering
 from kvtier.types import BlockId, BlockRecord, Key, Slot, TierKind
 
 DROP_ATTEMPTS: Final = 5
@@ -45,7 +46,7 @@ class Node:
     Parameters
     ----------
     tiers
-        Open; the node closes them in `stop`.
+        Open, the fastest first, which engines read; the node closes them in `stop`.
     locks
         The node closes them in `stop`.
     remote
@@ -86,6 +87,10 @@ class Node:
         self._random = random.Random(seed)
         self._hasher = hasher or Hasher(self.tiers)
         self._allocated_bytes = {tier.kind: tier.allocated_bytes for tier in tiers}
+        top, *below = tiers
+        assert isinstance(top, Mapped)
+        lower = {tier.kind: tier for tier in below}
+        self.tiering = Tiering(top, lower, self._hasher, config, metrics, self._handle, clock)
         self._commits: dict[tuple[str, bytes], asyncio.Task[m.Reply]] = {}
         self._find: m.Find | None = None
         self._verifies: asyncio.Queue[m.Verify] = asyncio.Queue()  # bounded by CoreConfig.max_verifies
@@ -98,11 +103,14 @@ class Node:
     # ---- life
 
     async def start(self) -> None:
-        """Begin to tick, to watch engines and to verify."""
+        """Find what an earlier life left; begin to tick, to watch engines and tiers, and to verify."""
         self.failed = asyncio.get_running_loop().create_future()
         removed = self._locks.sweep(set())
         if removed:
             log.info("removed lock files of dead engines", count=len(removed))
+        await self.tiering.recover()
+        for work in self.tiering.background():
+            self._spawn(work)
         self._spawn(self._every(self.config.tick_s, self._tick))
         self._spawn(self._every(self.config.engine_poll_s, self._watch_engines))
         self._spawn(self._verify_in_background())
@@ -284,6 +292,10 @@ class Node:
                     self.arrivals.add(action)
                 case m.Publish() | m.Pull():
                     self._tell_others(action)
+                case m.Fetch():
+                    self._spawn(self.tiering.fetch(action))
+                case m.Demote():
+                    self.tiering.demote(action)
                 case m.Leased(coming=coming) if coming:
                     self.arrivals.expect(action.lease, self._clock() + action.lease_ttl_s)
                     reply = action
@@ -299,16 +311,22 @@ class Node:
             self._spawn(self.remote.pull(action, self._handle))
 
     async def _drop(self, action: m.Drop) -> None:
-        for attempt in range(DROP_ATTEMPTS):
+        tier = self.tiers[action.tier]
+        attempt = 0
+        while attempt < DROP_ATTEMPTS:
             try:
-                await self.tiers[action.tier].drop(action.slots)
+                await tier.drop(action.slots)
             except TierFault as error:
                 self.metrics.tier_faults.labels(action.tier.name.lower()).inc()
                 log.warning("a delete failed", tier=action.tier.name.lower(), error=str(error))
-                await asyncio.sleep(DROP_RETRY_S * 2**attempt)
             else:
                 self._handle(m.Dropped(tier=action.tier, slots=action.slots))
                 return
+            if isinstance(tier, Failing) and tier.fault:  # it says itself when it works again
+                await asyncio.sleep(PROBE_S)
+            else:
+                await asyncio.sleep(DROP_RETRY_S * 2**attempt)
+                attempt += 1
         # Not known to be free, so the bytes stay charged: less room, never a slot with two owners.
         log.error("slots given up", tier=action.tier.name.lower(), count=len(action.slots))
 

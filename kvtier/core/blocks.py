@@ -48,6 +48,7 @@ class Block:
         "next",
         "orphan",
         "parent",
+        "passed",
         "previous",
         "pull",
         "replica",
@@ -74,6 +75,7 @@ class Block:
         self.verified = False
         self.verifying = False
         self.replica = False
+        self.passed = -1
         self.pull: PullEntry | None = None
         self.parent: Block | None = None
         self.first_child: Block | None = None

@@ -13,20 +13,23 @@ from typing import Final
 from kvtier.core import messages as m
 from kvtier.core.checks import check_core
 from kvtier.core.config import CALL_ID_BYTES, CoreConfig, TierSpec
+from kvtier.core.demotes import Demotes
 from kvtier.core.engines import Engine, Engines, is_peer
 from kvtier.core.leases import Leases
+from kvtier.core.lower import LowerTier
 from kvtier.core.pins import Pins
 from kvtier.core.policies import LruPolicy
+from kvtier.core.publishing import Publishing
 from kvtier.core.pulls import Pulls
 from kvtier.core.replies import ReplyCache
 from kvtier.core.reservations import Reservations
 from kvtier.core.residency import Residency
 from kvtier.core.stats import BlockPlace, CoreStats, Counters
 from kvtier.core.verifies import Verifies
-from kvtier.core.views import places_of, stats_of
+from kvtier.core.views import places_of, stats_of, tier_of
 from kvtier.errors import InvalidRequest, LimitExceeded
 from kvtier.interfaces import Policy
-from kvtier.types import KEY_SIZE_BYTES, MAX_SHARDS, BlockId, Key, Slot
+from kvtier.types import KEY_SIZE_BYTES, MAX_SHARDS, BlockId, Key, Slot, TierKind
 
 _KEY_SIZES: Final = {KEY_SIZE_BYTES}
 
@@ -39,7 +42,8 @@ class CacheCore:
     config
         Times and bounds.
     tiers
-        What blocks can lie in. New blocks go to the fastest; today that is the only one.
+        What blocks can lie in, each kind once. New blocks go to the fastest, the top tier, from which
+        engines and peers read; they are demoted to the next one, and fetched back from any.
     policy
         Makes one eviction policy for each tier and slot size.
     seed
@@ -58,14 +62,23 @@ class CacheCore:
     ) -> None:
         self.config = config
         self.counters = Counters()
-        self.residency = Residency(
-            sorted(tiers, key=lambda spec: spec.kind), policy, self.counters, publishes=config.has_index
-        )
+        top, *below = sorted(tiers, key=lambda spec: spec.kind)
+        publishing = Publishing() if config.has_index else None
+        self.residency = Residency([top], policy, self.counters, publishing=publishing, demotes=bool(below))
+        self.lower: list[LowerTier] = []
+        self.demotes: list[Demotes] = []
+        upper = self.residency
+        for spec in below:
+            is_last = spec is below[-1]
+            tier = LowerTier(spec, policy, config, upper, publishing=publishing, demotes=not is_last)
+            self.lower.append(tier)
+            self.demotes.append(Demotes(config, upper, tier))
+            upper = tier
         self.engines = Engines(config, self.residency)
         self.leases = Leases(config, self.residency, self.counters)
         self.reservations = Reservations(config, self.residency, self.counters)
         self.pins = Pins(config, self.residency)
-        self.pulls = Pulls(config, self.residency, self.leases, self.counters)
+        self.pulls = Pulls(config, self.residency, self.lower, self.leases, self.counters)
         self.verifies = Verifies(config, self.residency, self.leases, self.pins, self.counters)
         self.replies = ReplyCache(config.max_replies, config.max_reply_blocks)
         self._next_id = (random.Random(seed).getrandbits(31) << 32) + 1
@@ -90,6 +103,11 @@ class CacheCore:
             m.Tick: self._tick,
             m.Arrived: self._arrived,
             m.PullEnded: self._pull_ended,
+            m.Overdue: self._overdue,
+            m.Demoted: self._demoted,
+            m.Recovered: self._recovered,
+            m.TierDown: self._tier_down,
+            m.TierUp: self._tier_up,
         }
 
     # ---- the one mutator
@@ -145,6 +163,18 @@ class CacheCore:
         """Every place of every block that is named, whatever its shard; in the order of `keys`."""
         return places_of(self, keys)
 
+    def tier_of(self, block: BlockId) -> TierKind | None:
+        """The tier that a block is published in; None where no prompt could reach it."""
+        return tier_of(self, block)
+
+    def ids(self) -> dict[int, list[Key]]:
+        """Shard -> keys of all that lies in any tier, each once; lost blocks' places may be among them."""
+        keys: dict[int, dict[Key, None]] = {}
+        for residency in (self.residency, *self.lower):
+            for shard, blocks in residency.shards.items():
+                keys.setdefault(shard, {}).update(dict.fromkeys(blocks))
+        return {shard: list(its) for shard, its in keys.items()}
+
     def stats(self) -> CoreStats:
         """A copy of all figures."""
         return stats_of(self)
@@ -176,26 +206,41 @@ class CacheCore:
     def _engine(self, event: m.Load | m.Commit | m.Abort) -> Engine:
         return self.engines.get(event.engine)
 
-    def _all(self, *actions: m.Action) -> list[m.Action]:
+    def _all(self, now_s: float, *actions: m.Action) -> list[m.Action]:
         """These, and what the event has brought about besides."""
         result = list(actions)
-        residency, leases = self.residency, self.leases
+        leases = self.leases
         if leases.readies:
             result += leases.readies
             leases.readies = []
-        if residency.drops:
-            result += [m.Drop(kind, slots) for kind, slots in residency.drops.items()]
-            residency.drops = {}
-        if residency.added or residency.removed:
-            result += residency.changes()
-        return result
+        if self.lower:
+            result += self._demote(now_s)
+        for residency in (self.residency, *self.lower):
+            if residency.drops:
+                result += [m.Drop(kind, slots) for kind, slots in residency.drops.items()]
+                residency.drops = {}
+        return result + self.residency.changes()
+
+    def _demote(self, now_s: float) -> list[m.Demote]:
+        started: list[m.Demote] = []
+        for demotes in self.demotes:
+            started += demotes.start(self._next_id + len(started), now_s)
+        self._next_id += len(started)
+        return started
+
+    def _tier(self, kind: TierKind) -> Residency:
+        return next(its for its in (self.residency, *self.lower) if kind in its.tiers)
+
+    def _lower(self, kind: TierKind) -> LowerTier:
+        return next(tier for tier in self.lower if tier.kind == kind)
 
     # ---- requests of engines
 
     def _register(self, event: m.RegisterEngine, now_s: float) -> list[m.Action]:
         engine = self.engines.register(event, now_s)
-        for tier in self.residency.tiers.values():
-            tier.prune()
+        for residency in (self.residency, *self.lower):
+            for tier in residency.tiers.values():
+                tier.prune()
         return [m.Registered(engine.shape.slot_bytes)]
 
     def _lookup(self, event: m.Lookup, now_s: float) -> list[m.Action]:
@@ -205,19 +250,24 @@ class CacheCore:
         if not 1 <= event.shard_count <= MAX_SHARDS:
             raise InvalidRequest(f"shard_count is {event.shard_count}: allowed is 1 .. {MAX_SHARDS}")
         reply = self.leases.lookup(event, engine, now_s)
-        if (
-            self.config.has_index
-            and reply.reason == "missing"
-            and self.pulls.worth_finding(event, reply.blocks)
-        ):
-            return [reply, m.Find(event, reply.blocks)]
-        return [reply]
+        if reply.reason != "missing":
+            return [reply]
+        actions: list[m.Action] = [reply]
+        if self.lower and self.pulls.is_below(event, reply.blocks):
+            reply, fetches = self.pulls.promote(event, reply.blocks, engine, self._next_id, now_s)
+            self._next_id += len(fetches)
+            actions = self._all(now_s, reply, *fetches)
+            if reply.reason not in ("missing", "slow"):  # of what is slow here, a peer may be faster
+                return actions
+        if self.config.has_index and self.pulls.worth_finding(event, reply.blocks):
+            actions.append(m.Find(event, reply.blocks))
+        return actions
 
     def _located(self, event: m.Located, now_s: float) -> list[m.Action]:
         engine = self.engines.speaking(event.lookup.engine, event.lookup.fingerprint)
         reply, pulls = self.pulls.located(event, engine, self._next_id, now_s)
         self._next_id += len(pulls)
-        return self._all(reply, *pulls)
+        return self._all(now_s, reply, *pulls)
 
     def _load(self, event: m.Load, now_s: float) -> list[m.Action]:
         engine = self._engine(event)
@@ -264,19 +314,20 @@ class CacheCore:
             self._check_keys([event.parent])
         reply = self.reservations.reserve(event, self._next_id, engine, now_s)
         self._next_id += 1
-        return self._all(reply)
+        return self._all(now_s, reply)
 
     def _commit(self, event: m.Commit, now_s: float) -> list[m.Action]:
         engine = self._engine(event)
         self._check_keys(event.keys)
         return self._all(
-            m.Committed(self.reservations.commit(event.reservation, engine, event.keys, event.checksums))
+            now_s,
+            m.Committed(self.reservations.commit(event.reservation, engine, event.keys, event.checksums)),
         )
 
     def _abort(self, event: m.Abort, now_s: float) -> list[m.Action]:
         engine = self._engine(event)
         self._check_keys(event.keys, empty=True)
-        return self._all(m.Aborted(self.reservations.abort(event.reservation, engine, event.keys)))
+        return self._all(now_s, m.Aborted(self.reservations.abort(event.reservation, engine, event.keys)))
 
     # ---- requests of operators
 
@@ -295,7 +346,10 @@ class CacheCore:
     def _evict(self, event: m.Evict, now_s: float) -> list[m.Action]:
         self._check_keys(event.keys)
         evicted, kept = self.residency.evict_named(event.keys)
-        return self._all(m.Evicted(evicted, kept))
+        for tier in self.lower:
+            dropped, used = tier.evict_named(event.keys)
+            evicted, kept = evicted + dropped, kept + used
+        return self._all(now_s, m.Evicted(evicted, kept))
 
     # ---- observations
 
@@ -308,25 +362,65 @@ class CacheCore:
         self.engines.remove(engine)
         self.replies.forget(engine.name)
         self.counters.dead_engines += 1
-        return self._all()
+        return self._all(now_s)
 
     def _dropped(self, event: m.Dropped, now_s: float) -> list[m.Action]:
-        self.residency.dropped(event.tier, event.slots)
-        return []
+        self._tier(event.tier).dropped(event.tier, event.slots)
+        for demotes in self.demotes:
+            demotes.room_made()
+        return self._all(now_s)
 
     def _verified(self, event: m.Verified, now_s: float) -> list[m.Action]:
-        return self._all(*self.verifies.verified(event))
+        block = self.verifies.in_flight[event.verify]
+        instructions = self.verifies.verified(event)
+        if not event.intact:
+            for demotes in self.demotes:
+                demotes.block_lost(block)
+        return self._all(now_s, *instructions)
 
     def _arrived(self, event: m.Arrived, now_s: float) -> list[m.Action]:
         self.pulls.arrived(event, now_s)
-        return self._all()
+        return self._all(now_s)
 
     def _pull_ended(self, event: m.PullEnded, now_s: float) -> list[m.Action]:
         self.pulls.ended(event, now_s)
-        return self._all()
+        return self._all(now_s)
+
+    def _overdue(self, event: m.Overdue, now_s: float) -> list[m.Action]:
+        self.pulls.overdue(event, now_s)
+        return self._all(now_s)
+
+    def _demoted(self, event: m.Demoted, now_s: float) -> list[m.Action]:
+        demotes = next(its for its in self.demotes if event.demote in its.running)
+        corrupt = demotes.ended(event, now_s)
+        if demotes.upper is not self.residency:
+            return self._all(now_s)  # what is wrong below the top is found by the fetch that reads it
+        instructions: list[m.Action] = []
+        for block in corrupt:
+            verifies = self.verifies.reported([block.id.key], block.id.shard, self._next_id)
+            self._next_id += len(verifies)
+            instructions += verifies
+        return self._all(now_s, *instructions)
+
+    def _recovered(self, event: m.Recovered, now_s: float) -> list[m.Action]:
+        tier = self._lower(event.tier)
+        assert tier.is_recovering, "a tier has said already all that it found"
+        tier.recover(event.blocks)
+        tier.is_recovering = not event.is_last
+        return self._all(now_s)
+
+    def _tier_down(self, event: m.TierDown, now_s: float) -> list[m.Action]:
+        self._lower(event.tier).is_down = True
+        return []
+
+    def _tier_up(self, event: m.TierUp, now_s: float) -> list[m.Action]:
+        self._lower(event.tier).is_down = False
+        for demotes in self.demotes:
+            demotes.room_made()
+        return self._all(now_s)
 
     def _grow(self, event: m.Grow, now_s: float) -> list[m.Action]:
-        self.residency.tiers[event.tier].grow(event.allocated_bytes)
+        self._tier(event.tier).tiers[event.tier].grow(event.allocated_bytes)
         return []
 
     def _scrub(self, event: m.Scrub, now_s: float) -> list[m.Action]:
@@ -340,4 +434,4 @@ class CacheCore:
         self.reservations.expire(now_s)
         for name in self.engines.forget_idle_peers(now_s):
             self.replies.forget(name)
-        return self._all()
+        return self._all(now_s)

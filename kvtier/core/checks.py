@@ -7,10 +7,17 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvtier.core.blocks import GHOST, PENDING, RESIDENT, Block
+from kvtier.core.checks_tiers import (
+    blocks_of,
+    check_lower,
+    check_publishing,
+    check_pulls,
+    demote_sources,
+    direct_guards_below,
+)
 from kvtier.core.config import CoreConfig
 from kvtier.core.extents import Extent, Place, Pool, TierMap
 from kvtier.core.ledger import Ledger
-from kvtier.core.rates import MAX_FAILURES, MAX_SOURCES
 from kvtier.core.residency import Residency
 
 if TYPE_CHECKING:
@@ -19,17 +26,36 @@ if TYPE_CHECKING:
 
 def check_core(core: CacheCore) -> None:
     """Assert all of it; a failure is a bug of the core, never of its caller."""
-    blocks = [block for shard in core.residency.shards.values() for block in shard.values()]
-    _check_forest(core.residency, blocks)
+    blocks = blocks_of(core.residency)
     direct = _direct_guards(core, blocks)
-    _check_guards(blocks, direct)
+    _check_residency(core.residency, blocks, direct, _quarantined(core))
+    for tier in core.lower:
+        below = blocks_of(tier)
+        _check_residency(tier, below, direct_guards_below(core, below), [])
     _check_ledgers(core, blocks)
-    _check_slots(core, blocks)
-    _check_candidates(core.residency, blocks)
     _check_reservations(core)
-    _check_pulls(core, blocks)
+    check_pulls(core, blocks)
+    check_lower(core)
+    check_publishing(core)
     _check_waiting(core)
     _check_bounds(core)
+
+
+def _check_residency(
+    residency: Residency, blocks: list[Block], direct: Counter[Block], quarantined: list[Place]
+) -> None:
+    _check_forest(residency, blocks)
+    _check_guards(blocks, direct)
+    for tier in residency.tiers.values():
+        _check_tier(tier, blocks, quarantined)
+    assert not residency.drops, "instructions were made and not handed out"
+    _check_candidates(residency, blocks)
+
+
+def _quarantined(core: CacheCore) -> list[Place]:
+    expired = core.reservations.expired.values()
+    places = [place for entry in expired for place in entry.quarantined.values()]
+    return places + [place for entry in core.pulls.running.values() for place in entry.late]
 
 
 def _check_forest(residency: Residency, blocks: list[Block]) -> None:
@@ -66,6 +92,7 @@ def _direct_guards(core: CacheCore, blocks: list[Block]) -> Counter[Block]:
     direct.update(block for hold in core.leases.holds.values() for block in hold.deepest.values())
     direct.update(block for pin in core.pins.pins.values() for block in pin.deepest)
     direct.update(core.verifies.in_flight.values())
+    direct.update(demote_sources(core, core.residency))
     for block in core.verifies.in_flight.values():
         assert block.state == RESIDENT
         assert block.verifying
@@ -110,27 +137,6 @@ def _check_ledger(ledger: Ledger, direct: Counter[Block]) -> None:
     assert ledger.counts == dict(expected), "a ledger is not what its leases cover"
     charged = sum(block.shape.slot_bytes for block in covered if block.extent is not None)
     assert ledger.bytes == charged, "a ledger's bytes do not add up"
-
-
-def _check_slots(core: CacheCore, blocks: list[Block]) -> None:
-    residency = core.residency
-    quarantined = [
-        place for entry in core.reservations.expired.values() for place in entry.quarantined.values()
-    ]
-    for tier in residency.tiers.values():
-        _check_tier(tier, blocks, [place for place in quarantined if _tier(place) is tier])
-    assert not residency.drops, "instructions were made and not handed out"
-    assert not residency.added, "instructions were made and not handed out"
-    assert not residency.removed, "instructions were made and not handed out"
-    reachable = sum(block.state == RESIDENT and not block.orphan for block in blocks)
-    published = reachable if core.config.has_index else 0
-    assert residency.published == published, "what is published is not what can be had here"
-
-
-def _tier(place: Place) -> TierMap:
-    pool = place[0].pool
-    assert pool is not None, "a free extent holds a slot that is in use"
-    return pool.tier
 
 
 def _check_tier(tier: TierMap, blocks: list[Block], quarantined: list[Place]) -> None:
@@ -240,39 +246,6 @@ def _check_reservations(core: CacheCore) -> None:
         assert engine.reservations.items() <= everything.items()
         assert engine.reserved_bytes == slot_bytes * sum(len(entry.pending) for entry in own)
         assert engine.quarantined_bytes == slot_bytes * sum(len(entry.quarantined) for entry in own)
-
-
-def _check_pulls(core: CacheCore, blocks: list[Block]) -> None:
-    pulls, config = core.pulls, core.config
-    filling_bytes = 0
-    outstanding: Counter[str] = Counter()
-    for id, entry in pulls.running.items():
-        assert entry.id == id
-        assert entry.blocks
-        rest = entry.blocks[entry.arrived :]
-        assert all(block.pull is not entry for block in entry.blocks[: entry.arrived])
-        for block in rest:
-            assert block.state == PENDING, "a slot that a pull may still write is not its own"
-            assert block.pull is entry, "a slot that a pull may still write is not its own"
-            filling_bytes += block.shape.slot_bytes
-        for above, block in pairwise(rest):
-            assert block.parent is above, "a pull's blocks are no chain"
-        assert pulls.sources.by_node.get(entry.source.node) is entry.source
-        outstanding[entry.source.node] += len(rest) * entry.block_bytes
-    pulled = [block for block in blocks if block.pull is not None]
-    owned = sum(len(entry.blocks) - entry.arrived for entry in pulls.running.values())
-    assert len(pulled) == owned, "a block belongs to a pull that does not run"
-    assert all(block.state == RESIDENT for block in blocks if block.replica)
-    assert pulls.filling_bytes == filling_bytes, "bytes of pulls do not add up"
-    running = Counter(entry.source.node for entry in pulls.running.values())
-    for node, source in pulls.sources.by_node.items():
-        assert (source.running, source.outstanding_bytes) == (running[node], outstanding[node])
-        assert source.s_per_byte > 0 <= source.round_trip_s
-        assert 0 <= source.failures <= MAX_FAILURES
-    tier = next(iter(core.residency.tiers.values()))
-    assert len(pulls.running) <= config.max_pulls
-    assert filling_bytes <= tier.allocated_bytes * config.max_pulled_fraction
-    assert len(pulls.sources.by_node) <= MAX_SOURCES
 
 
 def _check_waiting(core: CacheCore) -> None:

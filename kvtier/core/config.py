@@ -41,7 +41,17 @@ class CoreConfig:
         Share of a tier's allocated bytes that one peer may protect by leases, and peers that may have any.
     pull_overhead_s, pull_bytes_per_s, pull_floor_s
         Constant part of a pull's estimate, the rate believed of a peer until it has been measured, and the
-        least time that a pull may take before it is cut (else twice its estimate).
+        least time that a pull or fetch may take before it is cut (else twice its estimate).
+    demote_high_fraction
+        A tier that is fuller than this has its coldest blocks copied to the tier below, ahead of eviction.
+    admit_after_uses
+        Blocks go down only with so many uses (storing one is the first); what they continue goes with them.
+    max_demotes, demote_batch_bytes
+        Demotes at once for each tier, and bytes of one (at least a block).
+    max_fetches, max_fetched_fraction
+        Fetches at once from each tier, and the share of the top tier's bytes that they all may be filling.
+    fetch_overhead_s, fetch_bytes_per_s
+        As of pulls: believed of a tier until it has been measured.
     """
 
     lease_ttl_s: float = 30.0
@@ -69,6 +79,14 @@ class CoreConfig:
     pull_overhead_s: float = 0.003
     pull_bytes_per_s: float = 1e9
     pull_floor_s: float = 0.1
+    demote_high_fraction: float = 0.75
+    admit_after_uses: int = 1
+    max_demotes: int = 4
+    demote_batch_bytes: int = 32 << 20
+    max_fetches: int = 32
+    max_fetched_fraction: float = 0.25
+    fetch_overhead_s: float = 0.001
+    fetch_bytes_per_s: float = 2e9
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -90,7 +108,7 @@ class TierSpec:
         The cap, and what slots may lie in now (`Grow` raises it up to the cap).
     extent_bytes
         The tier is divided into extents of this size; no slot is larger.
-    frees_at_once
+    frees_at_once, header_bytes, outlives
         See `kvtier.interfaces.TierTraits`.
     arena
         Number that slots carry, so that one of an earlier incarnation is recognised.
@@ -102,6 +120,8 @@ class TierSpec:
     extent_bytes: int
     frees_at_once: bool = True
     arena: int = 0
+    header_bytes: int = 0
+    outlives: bool = False
 
     def __post_init__(self) -> None:
         if self.extent_bytes <= 0:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
+from kvtier.core.coldest import Coldest
 from kvtier.core.config import TierSpec
 from kvtier.interfaces import Policy
 from kvtier.types import Slot
@@ -72,14 +73,18 @@ Place = tuple[Extent, int]
 class Pool:
     """The extents of one tier that serve one slot size, with their eviction policies.
 
-    `policy` knows the candidates that this node has stored, `replicas` those that it has pulled.
+    `policy` knows the candidates that this node has stored, `replicas` those that it has pulled. `coldest`
+    knows which of the former might be demoted (None where there is no tier below).
     """
 
-    def __init__(self, tier: TierMap, slot_bytes: int, policy: Policy, replicas: Policy) -> None:
+    def __init__(
+        self, tier: TierMap, slot_bytes: int, policy: Policy, replicas: Policy, coldest: Coldest | None = None
+    ) -> None:
         self.tier = tier
         self.slot_bytes = slot_bytes
         self.slots_per_extent = tier.spec.extent_bytes // slot_bytes
-        self.policy = policy
+        self.coldest = coldest
+        self.policy = policy if coldest is None else coldest
         self.replicas = replicas
         self.orphans: OrderedDict[Block, None] = OrderedDict()
         self.extents: dict[int, Extent] = {}
@@ -91,7 +96,24 @@ class Pool:
         """Serve one more extent, if the tier has a free one."""
         if not self.tier.free_extents:
             return False
-        extent = self.tier.extents[heappop(self.tier.free_extents)]
+        self._serve(self.tier.extents[heappop(self.tier.free_extents)])
+        return True
+
+    def claim(self, number: int, index: int) -> Place | None:
+        """Take one slot out of turn, because of what is in it; None where it is not free."""
+        extent = self.tier.extents[number]
+        if extent.pool is None:
+            self.tier.free_extents.remove(number)
+            heapify(self.tier.free_extents)
+            self._serve(extent)
+        elif extent.pool is not self or index not in extent.free:
+            return None
+        extent.free.remove(index)
+        extent.free.sort()  # a heap again, and no work while it is sorted anyway
+        self.free -= 1
+        return extent, index
+
+    def _serve(self, extent: Extent) -> None:
         count = self.slots_per_extent
         extent.pool = self
         extent.blocks = [None] * count
@@ -101,7 +123,6 @@ class Pool:
         self.extents[extent.number] = extent
         self.free += count
         self._list(extent)
-        return True
 
     def allocate(self, count: int) -> list[Place]:
         """`count` free slots, lowest offsets first; there must be so many."""
@@ -166,8 +187,9 @@ class Pool:
 class TierMap:
     """One tier: its extents, its pools, and the bytes in each state."""
 
-    def __init__(self, spec: TierSpec, policy: Callable[[], Policy]) -> None:
+    def __init__(self, spec: TierSpec, policy: Callable[[], Policy], *, demotes: bool = False) -> None:
         self.spec = spec
+        self.demotes = demotes
         self.allocated_bytes = 0
         self.resident_bytes = 0
         self.reserved_bytes = 0
@@ -194,8 +216,29 @@ class TierMap:
         """The pool of this slot size."""
         pool = self.pools.get(slot_bytes)
         if pool is None:
-            pool = self.pools[slot_bytes] = Pool(self, slot_bytes, self._policy(), self._policy())
+            policy = self._policy()
+            coldest = Coldest(policy) if self.demotes else None
+            pool = self.pools[slot_bytes] = Pool(self, slot_bytes, policy, self._policy(), coldest)
         return pool
+
+    def used_bytes(self) -> int:
+        """Bytes of slots that are not free."""
+        return self.resident_bytes + self.reserved_bytes + self.quarantined_bytes + self.draining_bytes
+
+    def claim(self, slot: Slot) -> Place | None:
+        """Take this slot because of what is in it; None where it is none, or not free.
+
+        Whoever names it has read that from a medium: nothing of it is believed.
+        """
+        number, size_bytes, extent_bytes = slot.extent, slot.size_bytes, self.spec.extent_bytes
+        if slot.arena != self.spec.arena or not 0 <= number < len(self.extents):
+            return None
+        if not 0 < size_bytes <= extent_bytes:
+            return None
+        index, rest = divmod(slot.offset_bytes - number * extent_bytes, size_bytes)
+        if rest or not 0 <= index < extent_bytes // size_bytes:
+            return None
+        return self.pool(size_bytes).claim(number, index)
 
     def prune(self) -> None:
         """Forget pools that serve nothing, so that layouts come and go without a trace."""

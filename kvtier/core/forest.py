@@ -22,33 +22,41 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 from kvtier.core.blocks import GHOST, PENDING, RESIDENT, Block, Shape
 from kvtier.core.config import TierSpec
 from kvtier.core.extents import Place, TierMap
 from kvtier.core.ledger import Ledger
+from kvtier.core.publishing import Publishing
 from kvtier.interfaces import Policy
-from kvtier.types import BlockId, Key, TierKind
+from kvtier.types import BlockId, Key
 
 _UNVERIFIED_SLACK: Final = 1024
 
 
 class Forest:
-    """The blocks of a node, by shard and key, and what follows from how they depend on each other."""
+    """The blocks of a tier, by shard and key, and what follows from how they depend on each other."""
+
+    scrubs: ClassVar[bool] = True
+    """Whether bytes here are compared with their checksums in the background, since not every read does."""
 
     def __init__(
-        self, specs: Sequence[TierSpec], policy: Callable[[], Policy], *, publishes: bool = False
+        self,
+        specs: Sequence[TierSpec],
+        policy: Callable[[], Policy],
+        *,
+        publishing: Publishing | None = None,
+        demotes: bool = False,
     ) -> None:
-        self.tiers = {spec.kind: TierMap(spec, policy) for spec in specs}
+        self.tiers = {spec.kind: TierMap(spec, policy, demotes=demotes) for spec in specs}
         self.shards: dict[int, dict[Key, Block]] = {}
         self.ledgers: list[Ledger] = []
         self.unverified: deque[Block] = deque()
         self.accesses = 0
-        self.publishes = publishes
-        self.published = 0
-        self.added: dict[TierKind, dict[BlockId, None]] = {}
-        self.removed: dict[TierKind, dict[BlockId, None]] = {}
+        self.publishing = publishing
+        if publishing is not None:
+            publishing.forests.append(self)
 
     def add_ledger(self, ledger: Ledger) -> None:
         """Keep `ledger` right when blocks are lost, until it is closed and empty."""
@@ -196,22 +204,25 @@ class Forest:
     def commit(self, block: Block, checksum: bytes) -> None:
         """A pending block becomes visible; the caller touches it before the next event.
 
-        One that a pull has brought becomes a replica, whose bytes have just been verified.
+        One that a pull has brought becomes a replica. Its bytes have just been verified, as those of a fetch.
         """
         assert block.state == PENDING
         block.checksum = checksum
         block.state = RESIDENT
-        block.verified = block.replica = block.pull is not None
+        pull = block.pull
+        block.replica = pull is not None and pull.makes_replicas
+        block.verified = pull is not None or not self.scrubs
         block.verifying = False
         block.pull = None
         tier = block.pool().tier
         tier.reserved_bytes -= block.shape.slot_bytes
         tier.resident_bytes += block.shape.slot_bytes
         tier.blocks += 1
-        if not block.orphan:
-            self._show(block)
+        if not block.orphan and self.publishing is not None:
+            self.publishing.show(self, block)
         if block.replica:
             tier.replica_bytes += block.shape.slot_bytes
+        if block.verified:
             return
         self.unverified.append(block)
         if len(self.unverified) > 2 * tier.blocks + _UNVERIFIED_SLACK:
@@ -240,8 +251,8 @@ class Forest:
             tier.blocks -= 1
             if block.replica:
                 tier.replica_bytes -= slot_bytes
-            if not block.orphan:
-                self._hide(block)
+            if not block.orphan and self.publishing is not None:
+                self.publishing.hide(self, block)
         else:
             tier.reserved_bytes -= slot_bytes
         if block.guards:
@@ -313,30 +324,5 @@ class Forest:
             block.depth = block.parent.depth + 1  # type: ignore[union-attr]  # a ghost's is known when it is back
             if was_candidate:
                 self._refresh(block)
-            if block.state == RESIDENT:
-                (self._hide if orphan else self._show)(block)
-
-    # ---- what others are told
-
-    def _show(self, block: Block) -> None:
-        """Others can get a resident block from now on."""
-        if self.publishes:
-            self.published += 1
-            _change(block, self.added, self.removed)
-
-    def _hide(self, block: Block) -> None:
-        """Others cannot get it any more: it goes, or no prompt reaches it."""
-        if self.publishes:
-            self.published -= 1
-            _change(block, self.removed, self.added)
-
-
-def _change(
-    block: Block, to: dict[TierKind, dict[BlockId, None]], undone: dict[TierKind, dict[BlockId, None]]
-) -> None:
-    """Enter a change, or take its opposite back where nobody has been told of that yet."""
-    kind = block.pool().tier.spec.kind
-    if block.id in undone.get(kind, ()):
-        del undone[kind][block.id]
-    else:
-        to.setdefault(kind, {})[block.id] = None
+            if block.state == RESIDENT and self.publishing is not None:
+                (self.publishing.hide if orphan else self.publishing.show)(self, block)

@@ -92,7 +92,7 @@ class Holds:
         self._count(asked, count, again)
         reason = "" if count == asked else "limit" if count < found else short
         coming = max(0, count - here)
-        estimate_s, tiers = self._estimate(runs[0] if count else [])
+        estimate_s, tiers = self._estimate(runs[0] if count else [], here)
         return Offered(
             count, estimate_s + (coming_s if coming else 0), self._config.hold_ttl_s, reason, tiers, coming
         )
@@ -135,12 +135,20 @@ class Holds:
             cost -= sum(run[count].shape.slot_bytes for run in runs if run[count] not in charged)
         return count
 
-    def _estimate(self, run: Sequence[Block]) -> tuple[float, dict[TierKind, int]]:
+    def _estimate(self, run: Sequence[Block], here: int) -> tuple[float, dict[TierKind, int]]:
         if not run:
             return 0.0, {}
         kind = run[0].pool().tier.spec.kind
         size_bytes = len(run) * run[0].shape.block_bytes
-        return self._config.load_overhead_s + size_bytes * self.load_s_per_byte[kind], {kind: len(run)}
+        tiers = {kind: len(run)}
+        for block in run[here:]:
+            below = None if block.pull is None else block.pull.kind
+            if below is not None:
+                tiers[kind] -= 1
+                tiers[below] = tiers.get(below, 0) + 1
+        if not tiers[kind]:
+            del tiers[kind]
+        return self._config.load_overhead_s + size_bytes * self.load_s_per_byte[kind], tiers
 
     # ---- ends
 

@@ -15,7 +15,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.types import BlockId, Key, Layout, Location, Slot, TierKind
+from kvtier.types import BlockId, BlockRecord, Key, Layout, Location, Slot, TierKind
 
 # ---- events: requests of engines
 
@@ -218,21 +218,86 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The next blocks of a pull lie in their slots, verified, under a lease that was valid when they did."""
+    """The next blocks of a pull or fetch lie in their slots, verified, in order.
+
+    Of a pull: under a lease that was valid when they did. Of a fetch: with the checksums of their records.
+    """
 
     pull: int
     checksums: Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class PullEnded:
-    """A pull is over and nothing writes to its slots any more; blocks that have not arrived never will.
+class Overdue:
+    """A fetch has taken its `timeout_s` and still runs: whoever waits for it is told that it does not come.
 
-    `fault` is empty where the peer gave all it had.
+    The read may still write its slots, which nobody gets before `PullEnded`; no `Arrived` follows.
+    """
+
+    pull: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullEnded:
+    """A pull or fetch is over: nothing writes to its slots any more, what has not arrived never will.
+
+    `fault` is empty where the source gave all it had. `wrong` are keys of a fetch whose source slots the tier
+    found to hold something else: they are gone from that tier.
     """
 
     pull: int
     fault: str = ""
+    wrong: Sequence[Key] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Demoted:
+    """A demote is over: nothing reads its source slots or writes its target slots any more.
+
+    Parameters
+    ----------
+    written
+        Positions that lie in their target slots, with their records, as safely as the tier keeps anything.
+    corrupt
+        Positions whose source had other bytes than the checksum says; never among `written`.
+    fault
+        Why the tier did not take them all; empty where it would have.
+    """
+
+    demote: int
+    written: Sequence[int]
+    corrupt: Sequence[int] = ()
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A tier that outlives the node found these blocks when it was opened.
+
+    Comes in any number, the last one with `is_last`, which every such tier needs (an empty one too): nothing
+    is demoted there before. The slots are believed to hold what the records say until they are read.
+    """
+
+    tier: TierKind
+    blocks: Sequence[tuple[Slot, BlockRecord]]
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TierDown:
+    """A tier below the top does not work, or does not answer: nothing is offered from it or demoted to it.
+
+    What runs there ends by its own events, however late; its blocks stay known.
+    """
+
+    tier: TierKind
+
+
+@dataclass(frozen=True, slots=True)
+class TierUp:
+    """It works again, and holds what it held."""
+
+    tier: TierKind
 
 
 Request = (
@@ -249,7 +314,21 @@ Request = (
     | Unpin
     | Evict
 )
-Observation = EngineDied | Dropped | Verified | Grow | Scrub | Tick | Arrived | PullEnded
+Observation = (
+    EngineDied
+    | Dropped
+    | Verified
+    | Grow
+    | Scrub
+    | Tick
+    | Arrived
+    | PullEnded
+    | Overdue
+    | Demoted
+    | Recovered
+    | TierDown
+    | TierUp
+)
 Event = Request | Observation
 
 
@@ -268,7 +347,7 @@ class Offered:
     """`blocks` leading keys are held; `reason` ("", "missing", "limit", "slow") says why not more.
 
     Some of them may still be on their way (`coming`, the last ones). "slow": the rest would take longer to
-    load than to compute.
+    load than to compute. `tiers` says from where: what peers bring counts as the tier that it will lie in.
     """
 
     blocks: int
@@ -350,7 +429,7 @@ class Unpinned:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """So many blocks were dropped, and so many stayed because they are leased or pinned."""
+    """So many blocks were dropped, and so many stayed because they are in use; counted in each tier."""
 
     blocks: int
     kept: int
@@ -420,6 +499,40 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """Read these blocks of a tier below into these slots of the top tier, in order: a pull from ourselves.
+
+    Answered like `Pull`: `Arrived` as leading ones are here and verified, at last `PullEnded`; and `Overdue`
+    if `timeout_s` has passed before that. Until `PullEnded` nobody but this fetch writes to `slots`, and the
+    core keeps what is in `sources`.
+    """
+
+    pull: int
+    tier: TierKind
+    sources: list[Slot]
+    records: list[BlockRecord]
+    slots: list[Slot]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Demote:
+    """Copy these blocks from slots of one tier to slots of the one below; answer `Demoted`, however late.
+
+    Until then the core keeps what is in `sources`, and nobody else gets `slots`. A block comes before those
+    that continue it. The bytes are compared with their checksums before they go.
+    It may wait for anything else: the core begins few at a time.
+    """
+
+    demote: int
+    source: TierKind
+    sources: list[Slot]
+    tier: TierKind
+    slots: list[Slot]
+    records: list[BlockRecord]
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """More blocks of a lease: those from `first` on (counted in the lease) lie in these slots.
 
@@ -435,12 +548,15 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """For the index: blocks that became visible in `tier`, and blocks that are gone from it."""
+    """For the index: blocks that became visible in `tier`, and blocks that are gone from it.
+
+    A block is published in the fastest tier that has it; where it moves, the removal is told first.
+    """
 
     tier: TierKind
     added: list[BlockId]
     removed: list[BlockId]
 
 
-Instruction = Drop | Verify | Lost | Find | Pull | Ready | Publish
+Instruction = Drop | Verify | Lost | Find | Pull | Fetch | Demote | Ready | Publish
 Action = Reply | Instruction

@@ -1,27 +1,28 @@
-"""Blocks that come from peers: what is asked for, which slots it gets, and what becomes of it."""
+"""Blocks that come from peers and from the tiers below: which slots they get, and what becomes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvtier.core import messages as m
-from kvtier.core.blocks import GHOST, PENDING, Block, Shape
+from kvtier.core.blocks import RESIDENT, Block, Shape
 from kvtier.core.choices import Segment, Tail
 from kvtier.core.config import CoreConfig
 from kvtier.core.engines import Engine
-from kvtier.core.extents import Place, Pool, TierMap
-from kvtier.core.holds import pays
+from kvtier.core.extents import Place, Pool
 from kvtier.core.leases import Leases
-from kvtier.core.rates import Source, Sources
+from kvtier.core.lower import LowerTier
+from kvtier.core.plans import Budget, Plans
+from kvtier.core.rates import Source
 from kvtier.core.residency import Residency
 from kvtier.core.stats import Counters
 from kvtier.errors import InvalidRequest, UnknownId
-from kvtier.types import CHECKSUM_SIZE_BYTES, BlockId, Key
+from kvtier.types import CHECKSUM_SIZE_BYTES, BlockId, BlockRecord, TierKind
 
 _TIMES_EXPECTED: Final = 2.0
-"""A pull is cut after so many times what it is expected to take."""
+"""A pull or fetch is cut after so many times what it is expected to take."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,13 @@ class PullEntry:
     """A pull that runs: `blocks` are a chain, of which the first `arrived` are here.
 
     The slots of the others are its own until it has ended, whoever wants or no longer wants them.
+
+    Attributes
+    ----------
+    tier, below
+        Of a fetch: where it reads, and the guarded blocks that it reads, one for each at its begin.
+    late
+        Slots of a fetch that is overdue: quarantined, while its blocks are lost.
     """
 
     id: int
@@ -36,9 +44,24 @@ class PullEntry:
     incarnation: int
     blocks: list[Block]
     block_bytes: int
+    slot_bytes: int
     since_s: float
     alone: bool
+    tier: LowerTier | None = None
+    below: list[Block] = field(default_factory=list)
+    late: list[Place] = field(default_factory=list)
+    is_overdue: bool = False
     arrived: int = 0
+
+    @property
+    def makes_replicas(self) -> bool:
+        """Whether another node has what this brings."""
+        return self.tier is None
+
+    @property
+    def kind(self) -> TierKind | None:
+        """The tier of this node that it comes from."""
+        return None if self.tier is None else self.tier.kind
 
     def left_s(self, now_s: float) -> float:
         """Expected time until all of it is here."""
@@ -47,173 +70,99 @@ class PullEntry:
         return self.source.seconds(0, now_s)
 
 
-class Pulls:
-    """All pulls that run, bounded in number and bytes."""
+class Pulls(Plans):
+    """All pulls and fetches that run, each kind bounded in number and bytes."""
 
-    def __init__(self, config: CoreConfig, residency: Residency, leases: Leases, counters: Counters) -> None:
-        self._config = config
-        self._residency = residency
-        self._leases = leases
+    def __init__(
+        self,
+        config: CoreConfig,
+        residency: Residency,
+        lower: Sequence[LowerTier],
+        leases: Leases,
+        counters: Counters,
+    ) -> None:
+        super().__init__(config, residency, lower, leases)
         self._counters = counters
-        self.sources = Sources(config)
         self.running: dict[int, PullEntry] = {}
-        self.filling_bytes = 0
-
-    # ---- what to ask for
-
-    def worth_finding(self, event: m.Lookup, first: int) -> bool:
-        """Whether the key where all shards end might be pulled: there is room, and nobody is storing it."""
-        if len(self.running) >= self._config.max_pulls or self._room_bytes(self._tier()) <= 0:
-            return False
-        key = event.keys[first]
-        for shard in range(event.shard_count):
-            block = self._residency.get(key, shard)
-            if block is not None and block.state == PENDING and block.pull is None:
-                return False
-        return True
 
     def located(
         self, event: m.Located, engine: Engine, first_id: int, now_s: float
-    ) -> tuple[m.Offered, list[m.Pull]]:
+    ) -> tuple[m.Offered, list[m.Pull | m.Fetch]]:
         """Begin to pull what is worth it, then offer anew; raises where nobody waits for that any more."""
         lookup = event.lookup
         if not 0 <= event.first <= len(lookup.keys) or len(event.places) != lookup.shard_count:
             raise InvalidRequest("places are not those of the lookup: send them for each shard, from `first`")
         if not self._leases.is_current(lookup, event.first):
             raise UnknownId("the request was released, loaded or asked anew while the index was asked")
-        tail, short = self._plan(event, engine, now_s)
+        tail, short = self._plan(lookup, event.first, event.places, self.pulling, engine, now_s)
+        offer, pulls = self._start(tail, short, lookup, event.first, engine, first_id, now_s)
+        if offer.reason == "missing" and self._lower and self.is_below(lookup, offer.blocks):
+            offer = replace(offer, reason="slow")  # or it would have been fetched before anybody was asked
+        return offer, pulls
+
+    def promote(
+        self, lookup: m.Lookup, first: int, engine: Engine, first_id: int, now_s: float
+    ) -> tuple[m.Offered, list[m.Pull | m.Fetch]]:
+        """Begin to fetch what is worth it of the tail from `first` on, which was just offered; offer anew."""
+        places = self._below(lookup, first)
+        tail, short = self._plan(lookup, first, places, self.fetching, engine, now_s)
+        return self._start(tail, short, lookup, first, engine, first_id, now_s)
+
+    def _start(
+        self,
+        tail: Tail | None,
+        short: str,
+        lookup: m.Lookup,
+        first: int,
+        engine: Engine,
+        first_id: int,
+        now_s: float,
+    ) -> tuple[m.Offered, list[m.Pull | m.Fetch]]:
         pulls = [] if tail is None else self._begin(tail, lookup, engine, first_id, now_s)
         if short != "missing":  # room was made, perhaps, for blocks that were then left away
             self._tier().pool(engine.shape.slot_bytes).give_back()
-        return self._leases.lookup(lookup, engine, now_s, event.first, short), pulls
-
-    def _plan(self, event: m.Located, engine: Engine, now_s: float) -> tuple[Tail | None, str]:
-        """The tail to pull (None: nothing), for which there are slots, and why it is not longer."""
-        lookup = event.lookup
-        runs, here, begin = self._leases.reach(lookup)
-        if not event.first <= begin < len(lookup.keys) or not self._leases.has_room(lookup.request):
-            return None, "missing"
-        places = [shard[begin - event.first :] for shard in event.places]
-        end = begin + min(map(len, places))
-        missing = [self._missing(lookup.keys, i, begin, end, engine.shape) for i in range(lookup.shard_count)]
-        tail = Tail(begin, begin + min(map(len, missing)), engine.shape.block_bytes, missing)
-        tail.choose(places, self.sources, now_s)
-        coming_s = self._leases.coming_s(runs, here, begin, now_s)
-        found = tail.end
-        self._bound(tail, lookup, engine, runs)
-        bound = tail.end
-        if self._cut_to_what_pays(tail, lookup, here, coming_s, now_s):
-            paying = tail.end
-            self._make_room(tail, lookup, engine.shape)
-            if tail.end < paying:
-                bound = tail.end
-                self._cut_to_what_pays(tail, lookup, here, coming_s, now_s)
-        short = "slow" if tail.end < bound else "limit" if tail.end < found else "missing"
-        return tail if tail.segments else None, short
-
-    def _missing(self, keys: Sequence[Key], shard: int, begin: int, end: int, shape: Shape) -> list[bool]:
-        """For each key from `begin` on whether it is missing, until one can neither be used nor be pulled."""
-        blocks = self._residency.shards.get(shard, {})
-        above = blocks.get(keys[begin - 1]) if begin else None
-        flags: list[bool] = []
-        seen: set[Key] = set()
-        for key in keys[begin:end]:
-            block = blocks.get(key)
-            if block is None or block.state == GHOST:
-                kin = None if block is None else block.first_child
-                if key in seen or (kin is not None and kin.shape.fingerprint != shape.fingerprint):
-                    break
-                seen.add(key)
-                flags.append(True)
-            else:
-                stored = block.state == PENDING and block.pull is None
-                if stored or block.shape.fingerprint != shape.fingerprint:
-                    break
-                if block.orphan if not flags and not begin else block.parent is not above or above is None:
-                    break
-                flags.append(False)
-            above = block
-        return flags
-
-    def _bound(self, tail: Tail, lookup: m.Lookup, engine: Engine, runs: Sequence[Sequence[Block]]) -> None:
-        """Cut the tail to what pulls, this engine's holds and the number of pulls allow."""
-        slot_bytes = engine.shape.slot_bytes
-        tier = self._tier()
-        tail.fit(self._room_bytes(tier) // slot_bytes, tail.missing)
-        ledger = engine.ledger
-        left_bytes = int(tier.allocated_bytes * engine.share) - ledger.bytes
-        left_bytes -= sum(ledger.cost(run[tail.begin - 1]) for run in runs if tail.begin)
-        charged = [
-            [
-                is_missing or self._residency.shards[shard][key] not in ledger.counts
-                for is_missing, key in zip(missing, lookup.keys[tail.begin : tail.end], strict=False)
-            ]
-            for shard, missing in enumerate(tail.missing)
-        ]
-        tail.fit(max(0, left_bytes) // slot_bytes, charged)
-        while len(tail.segments) > self._config.max_pulls - len(self.running):
-            tail.cut_last()
-
-    def _cut_to_what_pays(
-        self, tail: Tail, lookup: m.Lookup, here: int, coming_s: float, now_s: float
-    ) -> bool:
-        """Leave so much that all beyond what is here is loaded faster than computed; whether anything is."""
-        load_s = tail.block_bytes * self._leases.load_s_per_byte[self._tier().spec.kind]
-        while tail.segments:
-            blocks = tail.end - here
-            if pays(lookup, blocks, max(coming_s, tail.seconds(now_s)) + blocks * load_s):
-                return True
-            tail.cut_last()
-        return False
-
-    def _tier(self) -> TierMap:
-        return next(iter(self._residency.tiers.values()))
-
-    def _room_bytes(self, tier: TierMap) -> int:
-        return int(tier.allocated_bytes * self._config.max_pulled_fraction) - self.filling_bytes
+        return self._leases.lookup(lookup, engine, now_s, first, short), pulls
 
     # ---- begin
 
     def _begin(
         self, tail: Tail, lookup: m.Lookup, engine: Engine, first_id: int, now_s: float
-    ) -> list[m.Pull]:
+    ) -> list[m.Pull | m.Fetch]:
         pool = self._tier().pool(engine.shape.slot_bytes)
         entries: list[tuple[PullEntry, Segment]] = []
         for segment in tail.segments:
             entry = self._admit(segment, lookup, engine.shape, pool, first_id + len(entries), now_s)
             entries.append((entry, segment))
-        return [
-            m.Pull(
-                pull=entry.id,
-                node=segment.source.node,
-                incarnation=segment.incarnation,
-                shard=segment.shard,
-                keys=[block.id.key for block in entry.blocks],
-                slots=[block.slot() for block in entry.blocks],
-                block_bytes=entry.block_bytes,
-                fingerprint=engine.shape.fingerprint,
-                timeout_s=max(self._config.pull_floor_s, _TIMES_EXPECTED * segment.source.seconds(0, now_s)),
-            )
-            for entry, segment in entries
-        ]
+        # Only now: what one source has to bring for all of them is part of the time of each.
+        return [self._order(entry, segment, engine.shape, now_s) for entry, segment in entries]
 
-    def _make_room(self, tail: Tail, lookup: m.Lookup, shape: Shape) -> None:
-        """Free as many slots as the tail misses, without eating its own chain; cut it to what there is."""
-        residency = self._residency
-        tier = self._tier()
-        pool = tier.pool(shape.slot_bytes)
-        kept: list[Block] = []
-        for shard in range(len(tail.missing)):
-            for key in lookup.keys[max(0, tail.begin - 1) : tail.end]:
-                block = residency.get(key, shard)
-                if block is not None and block.state != GHOST:
-                    residency.guard(block)
-                    kept.append(block)
-        wanted = sum(segment.end - segment.begin for segment in tail.segments)
-        residency.make_room(tier, pool, wanted)
-        for block in reversed(kept):
-            residency.unguard(block)
-        tail.fit(pool.free, tail.missing)
+    def _order(self, entry: PullEntry, segment: Segment, shape: Shape, now_s: float) -> m.Pull | m.Fetch:
+        timeout_s = max(self._config.pull_floor_s, _TIMES_EXPECTED * entry.source.seconds(0, now_s))
+        slots = [block.slot() for block in entry.blocks]
+        if entry.tier is not None:
+            records = [
+                BlockRecord(
+                    below.id,
+                    None if block.parent is None else block.parent.id.key,
+                    shape.fingerprint,
+                    shape.block_bytes,
+                    below.checksum,
+                )
+                for block, below in zip(entry.blocks, entry.below, strict=True)
+            ]
+            sources = [below.slot() for below in entry.below]
+            return m.Fetch(entry.id, entry.tier.kind, sources, records, slots, timeout_s)
+        return m.Pull(
+            pull=entry.id,
+            node=segment.source.node,
+            incarnation=segment.incarnation,
+            shard=segment.shard,
+            keys=[block.id.key for block in entry.blocks],
+            slots=slots,
+            block_bytes=entry.block_bytes,
+            fingerprint=shape.fingerprint,
+            timeout_s=timeout_s,
+        )
 
     def _admit(
         self, segment: Segment, lookup: m.Lookup, shape: Shape, pool: Pool, id: int, now_s: float
@@ -222,18 +171,46 @@ class Pulls:
         places: list[Place] = pool.allocate(len(keys))
         above = self._residency.get(lookup.keys[segment.begin - 1], segment.shard) if segment.begin else None
         source = segment.source
+        tier = next((tier for tier in self._lower if tier.source is source), None)
         entry = PullEntry(
-            id, source, segment.incarnation, [], shape.block_bytes, now_s, alone=not source.running
+            id,
+            source,
+            segment.incarnation,
+            [],
+            shape.block_bytes,
+            shape.slot_bytes,
+            now_s,
+            alone=not source.running,
+            tier=tier,
         )
         for key, place in zip(keys, places, strict=True):
             above = self._residency.admit(BlockId(key, segment.shard), above, shape, place)
             above.pull = entry
             entry.blocks.append(above)
         self.running[id] = entry
-        self.filling_bytes += len(keys) * shape.slot_bytes
-        self.sources.use(source)
+        budget = self._budget(entry)
+        budget.running += 1
+        budget.filling_bytes += len(keys) * shape.slot_bytes
+        if tier is None:
+            self.sources.use(source)
+        else:
+            self._read_below(entry, tier)
         source.started(len(keys) * shape.block_bytes)
         return entry
+
+    def _read_below(self, entry: PullEntry, tier: LowerTier) -> None:
+        """What a fetch reads stays there, each block by itself: any of them may turn out to be wrong."""
+        accessed = self._residency.accesses + 1
+        for block in entry.blocks:
+            below = tier.get(block.id.key, block.id.shard)
+            assert below is not None
+            tier.guard(below)
+            tier.renew(below, accessed)
+            entry.below.append(below)
+        tier.use(entry.below)
+
+    def _budget(self, entry: PullEntry) -> Budget:
+        return self.pulling if entry.tier is None else self.fetching
 
     # ---- what comes of it
 
@@ -252,32 +229,81 @@ class Pulls:
         else:
             entry.source.first_arrived(size_bytes, now_s - entry.since_s, now_s, alone=entry.alone)
         entry.arrived += count
+        assert not entry.is_overdue, "nothing arrives of what is overdue"
         residency = self._residency
         for block, checksum in zip(blocks, event.checksums, strict=True):
             residency.commit(block, checksum)
+        for block, below in zip(blocks, entry.below[entry.arrived - count : entry.arrived], strict=False):
+            assert block.checksum == below.checksum, "other bytes arrived than were asked for"
+            block.uses = below.uses
         residency.touch(blocks)
         for block in blocks:
             residency.unguard(block)
-        self.filling_bytes -= count * blocks[0].shape.slot_bytes
-        self._counters.pulled_blocks += count
+        self._budget(entry).filling_bytes -= count * entry.slot_bytes
+        if entry.tier is None:
+            self._counters.pulled_blocks += count
+        else:
+            entry.tier.counts.fetched_blocks += count
         self._leases.arrived(blocks)
+
+    def overdue(self, event: m.Overdue, now_s: float) -> None:
+        """A fetch that takes too long: nobody waits for it any more.
+
+        1. A disk does not answer; the engine computes what it was offered, and stores it.
+        2. The slot that the read was to fill goes to another block.
+        3. The disk answers after all, into a slot that holds somebody else's bytes.
+
+        So step 2 must not happen: the keys are free for others from now on, the slots are not.
+        """
+        entry = self.running[event.pull]
+        assert entry.tier is not None, "only fetches are left running"
+        assert not entry.is_overdue, "a fetch is overdue once"
+        entry.is_overdue = True
+        entry.source.fail(now_s)
+        rest = entry.blocks[entry.arrived :]
+        del entry.blocks[entry.arrived :]
+        if rest:
+            self._leases.never_arrive(rest)
+        for block in reversed(rest):
+            self._residency.unguard(block)
+            place = self._residency.lose(block)
+            self._residency.quarantine(place)
+            entry.late.append(place)
 
     def ended(self, event: m.PullEnded, now_s: float) -> None:
         """Nothing writes to its slots any more: what has not come gives its slots back."""
         entry = self.running.pop(event.pull)
         rest = entry.blocks[entry.arrived :]
+        missing = len(rest) + len(entry.late)
         entry.source.ended(
-            len(rest) * entry.block_bytes,
+            missing * entry.block_bytes,
             entry.arrived,
             entry.incarnation,
             now_s,
-            failed=bool(event.fault),
+            failed=bool(event.fault) or entry.is_overdue,
         )
-        self._counters.failed_pulls += bool(event.fault)
-        if not rest:
-            return
-        self.filling_bytes -= len(rest) * rest[0].shape.slot_bytes
-        self._leases.never_arrive(rest)
+        budget = self._budget(entry)
+        budget.running -= 1
+        budget.filling_bytes -= missing * entry.slot_bytes
+        if entry.tier is None:
+            self._counters.failed_pulls += bool(event.fault)
+        else:
+            entry.tier.counts.failed_fetches += bool(event.fault) or entry.is_overdue
+            self._leave_below(entry, entry.tier, event)
+        if rest:
+            self._leases.never_arrive(rest)
         for block in reversed(rest):
             self._residency.unguard(block)
             self._residency.free(self._residency.lose(block))
+        for place in entry.late:
+            self._residency.unquarantine(place)
+
+    @staticmethod
+    def _leave_below(entry: PullEntry, tier: LowerTier, event: m.PullEnded) -> None:
+        """Nothing reads its source slots any more; what was found to be wrong there goes."""
+        wrong = set(event.wrong)
+        for below in reversed(entry.below):
+            tier.unguard(below)
+            if below.id.key in wrong and below.state == RESIDENT:
+                tier.counts.wrong_blocks += 1
+                tier.free(tier.lose(below))

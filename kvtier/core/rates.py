@@ -1,8 +1,9 @@
-"""How fast each peer gives: measured by the pulls themselves, and believed for the next ones."""
+"""How fast each peer and each tier below gives: measured by pulls and fetches, believed for the next ones."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Final
 
 from kvtier.core.config import CoreConfig
@@ -18,7 +19,7 @@ _MEASURED_FROM_BYTES: Final = 1 << 20
 
 
 class Source:
-    """One peer as a source of blocks.
+    """One peer, or a tier below, as a source of blocks.
 
     What it gives is measured over all its pulls together, since they share its way: the bytes that arrived
     in a window during which at least one of them ran. A window begins with an arrival, so that the round trip
@@ -105,15 +106,19 @@ class Source:
         if incarnation < self.incarnation:
             pass  # it says nothing of the present one
         elif failed or not blocks:
-            if now_s >= self._failed_s + FORGIVEN_AFTER_S:
-                self.failures = 0
-            self.failures = min(self.failures + 1, MAX_FAILURES)
-            self._failed_s = now_s
+            self.fail(now_s)
         else:
             self.failures = 0
         if not self.running:
             self._close(now_s)
             self._window_from_s = None
+
+    def fail(self, now_s: float) -> None:
+        """It did not give what it was to give."""
+        if now_s >= self._failed_s + FORGIVEN_AFTER_S:
+            self.failures = 0
+        self.failures = min(self.failures + 1, MAX_FAILURES)
+        self._failed_s = now_s
 
     def stats(self) -> PeerStats:
         """A copy of its figures."""
@@ -152,15 +157,16 @@ class Source:
 
 
 class Sources:
-    """All peers that this node has pulled from, bounded."""
+    """All peers that this node has pulled from, bounded; and the tiers below, which `by_node` lacks."""
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: CoreConfig, tiers: Sequence[Source] = ()) -> None:
         self._config = config
+        self._tiers = {source.node: source for source in tiers}
         self.by_node: OrderedDict[str, Source] = OrderedDict()
 
     def known(self, node: str, incarnation: int) -> Source:
         """The peer; a new one, which is not remembered yet, is believed to be as configured."""
-        source = self.by_node.get(node)
+        source = self._tiers.get(node) or self.by_node.get(node)
         if source is None:
             source = Source(node, self._config.pull_bytes_per_s, self._config.pull_overhead_s)
         if source.incarnation < incarnation:

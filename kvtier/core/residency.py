@@ -9,13 +9,14 @@ from kvtier.core.config import TierSpec
 from kvtier.core.extents import Extent, Place, Pool, TierMap
 from kvtier.core.forest import Forest
 from kvtier.core.messages import Publish
+from kvtier.core.publishing import Publishing
 from kvtier.core.stats import Counters
 from kvtier.interfaces import Policy
 from kvtier.types import Key, Slot, TierKind
 
 
 class Residency(Forest):
-    """All blocks and tiers of a node; the only writer of `Block`, `Extent` and `Pool`."""
+    """All blocks of a tier; the only writer of `Block`, `Extent` and `Pool`."""
 
     def __init__(
         self,
@@ -23,9 +24,10 @@ class Residency(Forest):
         policy: Callable[[], Policy],
         counters: Counters,
         *,
-        publishes: bool = False,
+        publishing: Publishing | None = None,
+        demotes: bool = False,
     ) -> None:
-        super().__init__(specs, policy, publishes=publishes)
+        super().__init__(specs, policy, publishing=publishing, demotes=demotes)
         self.drops: dict[TierKind, list[Slot]] = {}
         self._counters = counters
 
@@ -77,13 +79,8 @@ class Residency(Forest):
         self.free(place)
 
     def changes(self) -> list[Publish]:
-        """What has become visible and what is gone since the last call, for the index."""
-        changes = [
-            Publish(kind, list(self.added.get(kind, ())), list(self.removed.get(kind, ())))
-            for kind in sorted(self.added.keys() | self.removed.keys())
-        ]
-        self.added, self.removed = {}, {}
-        return [change for change in changes if change.added or change.removed]
+        """What others have to be told since the last call, of all tiers that publish together."""
+        return [] if self.publishing is None else self.publishing.take()
 
     # ---- eviction
 

@@ -34,7 +34,11 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Bytes of a tier by state. `leased_bytes` counts what several engines share once for each."""
+    """Bytes of a tier by state. `leased_bytes` counts what several engines share once for each.
+
+    The fields from `is_down` on are of tiers below the top: what runs now, and what was done since the core
+    was made. `evicted_blocks` were dropped for others or by hand, `wrong_blocks` found to be so by a fetch.
+    """
 
     kind: TierKind
     capacity_bytes: int
@@ -47,6 +51,17 @@ class TierStats:
     pinned_bytes: int
     blocks: int
     replica_bytes: int = 0
+    is_down: bool = False
+    demotes: int = 0
+    fetches: int = 0
+    fetch_bytes_per_s: float = 0.0
+    demoted_blocks: int = 0
+    failed_demotes: int = 0
+    fetched_blocks: int = 0
+    failed_fetches: int = 0
+    wrong_blocks: int = 0
+    recovered_blocks: int = 0
+    evicted_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,10 @@ class LruPolicy:
             heappop(heap)
         return None
 
+    def candidates(self) -> Mapping[BlockId, int]:
+        """All of them, with their latest accesses."""
+        return self._accessed
+
     def _compact(self) -> None:
         if len(self._heap) > 2 * len(self._accessed) + _SLACK:
             self._heap = [(accessed, block) for block, accessed in self._accessed.items()]

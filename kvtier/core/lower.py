@@ -1,0 +1,214 @@
+"""A tier below the one that engines store in: what is copied down lies here, and may outlive the node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from kvtier.core.blocks import GHOST, RESIDENT, Block, Shape
+from kvtier.core.config import CoreConfig, TierSpec
+from kvtier.core.extents import Place
+from kvtier.core.publishing import Publishing
+from kvtier.core.rates import Source
+from kvtier.core.residency import Residency
+from kvtier.core.stats import Counters
+from kvtier.interfaces import Policy
+from kvtier.types import (
+    CHECKSUM_SIZE_BYTES,
+    KEY_SIZE_BYTES,
+    MAX_SHARDS,
+    PAGE_SIZE_BYTES,
+    BlockId,
+    BlockRecord,
+    Slot,
+)
+
+MAX_SECOND_CHANCES: Final = 64
+"""Victims that may be passed over for one slot, because the tier above has used them since."""
+MAX_SHAPES: Final = 1024
+"""Layouts that are remembered; beyond it they are made anew."""
+_FINGERPRINT_SIZE_BYTES: Final = 32
+
+
+@dataclass(slots=True)
+class LowerCounters:
+    """Since the core was made; never decreasing."""
+
+    demoted_blocks: int = 0
+    failed_demotes: int = 0
+    fetched_blocks: int = 0
+    failed_fetches: int = 0
+    wrong_blocks: int = 0
+    recovered_blocks: int = 0
+
+
+class LowerTier(Residency):
+    """The blocks of one such tier. They are read by fetches alone, each of which verifies what it reads.
+
+    Attributes
+    ----------
+    is_down
+        Nothing is fetched from it or demoted to it.
+    is_recovering
+        It may yet say what it has found: nothing is demoted to it.
+    source
+        How fast it gives.
+    """
+
+    scrubs: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        spec: TierSpec,
+        policy: Callable[[], Policy],
+        config: CoreConfig,
+        above: Residency,
+        *,
+        publishing: Publishing | None,
+        demotes: bool,
+    ) -> None:
+        self.dropped_blocks = Counters()
+        super().__init__([spec], policy, self.dropped_blocks, publishing=publishing, demotes=demotes)
+        self.kind = spec.kind
+        self.map = self.tiers[spec.kind]
+        self.is_down = False
+        self.is_recovering = spec.outlives
+        self.source = Source(
+            f"tier:{spec.kind.name.lower()}", config.fetch_bytes_per_s, config.fetch_overhead_s
+        )
+        self.counts = LowerCounters()
+        self._above = above
+        self._shapes: dict[tuple[bytes, int], Shape] = {}
+
+    # ---- what the tier above says
+
+    def shape(self, shape: Shape) -> Shape:
+        """The same block as it lies here, behind its header."""
+        slot_bytes = -(-shape.block_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES + self.map.spec.header_bytes
+        return self._shape(shape.fingerprint, shape.block_bytes, slot_bytes)
+
+    def _shape(self, fingerprint: bytes, block_bytes: int, slot_bytes: int) -> Shape:
+        name = (fingerprint, slot_bytes)
+        shape = self._shapes.get(name)
+        if shape is None or shape.block_bytes != block_bytes:
+            if len(self._shapes) >= MAX_SHAPES:
+                self._shapes.clear()
+            shape = self._shapes[name] = Shape(fingerprint, block_bytes, slot_bytes)
+        return shape
+
+    def _twin(self, block: Block) -> Block | None:
+        twin = self._above.get(block.id.key, block.id.shard)
+        return None if twin is None or twin.state != RESIDENT else twin
+
+    # ---- eviction
+
+    def evict(self, block: Block) -> None:
+        """Drop an unguarded leaf; if the tier above still has it, it may come down again."""
+        twin = self._twin(block)
+        super().evict(block)
+        if twin is not None and twin.candidate and not twin.orphan and not twin.replica:
+            coldest = twin.pool().coldest
+            assert coldest is not None
+            coldest.wait(twin.id, twin.last)
+
+    def _victim(self, policy: Policy) -> Block | None:
+        """The policy's victim, but what was used in the tier above meanwhile is as young here as there."""
+        block = super()._victim(policy)
+        for _ in range(MAX_SECOND_CHANCES):
+            twin = None if block is None else self._twin(block)
+            if block is None or twin is None or twin.last <= block.last:
+                break
+            policy.withdraw(block.id)
+            self.renew(block, twin.last)
+            block.uses = max(block.uses, twin.uses)
+            policy.add(block.id, block.last, block.uses, block.depth)
+            block = super()._victim(policy)
+        return block
+
+    @staticmethod
+    def renew(block: Block, accessed: int) -> None:
+        """An access, whose number is the top tier's, to a block that is no candidate."""
+        block.last = max(block.last, accessed)
+        extent = block.extent
+        assert extent is not None
+        extent.last = max(extent.last, accessed)
+
+    # ---- recovery
+
+    def admit(self, id: BlockId, parent: Block | None, shape: Shape, place: Place) -> Block:
+        """As `Forest.admit`, also behind a parent that is lost."""
+        block = super().admit(id, parent, shape, place)
+        if parent is not None and (parent.state == GHOST or parent.orphan):
+            block.orphan = True
+            self._mark_below(block, orphan=True)
+        return block
+
+    def recover(self, found: Sequence[tuple[Slot, BlockRecord]]) -> int:
+        """Put back what the medium still holds, as far as it fits together; returns how many blocks.
+
+        Nothing of it is believed. What is left away lies in slots that count as free.
+        """
+        self._above.accesses += 1
+        recovered = sum(self._recover(slot, record, self._above.accesses) for slot, record in found)
+        self.counts.recovered_blocks += recovered
+        return recovered
+
+    def _recover(self, slot: Slot, record: BlockRecord, accessed: int) -> bool:
+        if not _is_sound(slot, record, self.map.spec.header_bytes):
+            return False
+        shape = self._shape(record.fingerprint, record.block_bytes, slot.size_bytes)
+        if not self._fits_in(record, shape):
+            return False
+        place = self.map.claim(slot)
+        if place is None:
+            return False
+        parent = None
+        if record.parent is not None:
+            parent = self._named(BlockId(record.parent, record.block.shard), shape)
+        block = self.admit(record.block, parent, shape, place)
+        self.commit(block, record.checksum)
+        self.renew(block, accessed)
+        self.unguard(block)
+        return True
+
+    def _fits_in(self, record: BlockRecord, shape: Shape) -> bool:
+        """Whether the block is not here yet, has kin of its own layout alone, and continues none of them."""
+        block = self.get(*record.block)
+        if block is not None and block.state != GHOST:
+            return False
+        child = None if block is None else block.first_child
+        if child is not None and child.shape != shape:
+            return False
+        parent = None if record.parent is None else self.get(record.parent, record.block.shard)
+        if parent is None:
+            return True
+        kin = parent.first_child if parent.state == GHOST else parent
+        if kin is not None and kin.shape != shape:
+            return False
+        at: Block | None = parent
+        while at is not None and child is not None:
+            if at is block:
+                return False  # a circle
+            at = at.parent
+        return True
+
+    def _named(self, id: BlockId, shape: Shape) -> Block:
+        """The block or ghost, which is made if need be: it stays as long as a child refers to it."""
+        blocks = self.shards.setdefault(id.shard, {})
+        block = blocks.get(id.key)
+        if block is None:
+            block = blocks[id.key] = Block(id, shape)
+        return block
+
+
+def _is_sound(slot: Slot, record: BlockRecord, header_bytes: int) -> bool:
+    keys = [record.block.key] if record.parent is None else [record.block.key, record.parent]
+    return (
+        all(len(key) == KEY_SIZE_BYTES for key in keys)
+        and len(set(keys)) == len(keys)
+        and 0 <= record.block.shard < MAX_SHARDS
+        and len(record.fingerprint) == _FINGERPRINT_SIZE_BYTES
+        and len(record.checksum) == CHECKSUM_SIZE_BYTES
+        and 0 < record.block_bytes <= slot.size_bytes - header_bytes
+    )
