@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from kvtier.config import Config
@@ -23,6 +24,7 @@ from kvtier.remote.link import Peers
 from kvtier.remote.pulls import Puller
 from kvtier.remote.remote import Remote
 from kvtier.tiers.arena import Arena
+from kvtier.tiers.file import FileTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,9 @@ async def build(
     ResourceShortage
         The machine lacks what `config` asks for; nothing is left behind.
     ConfigError
-        Certificates for peers cannot be used.
+        Certificates for peers cannot be used, or the NVMe tier's paths belong to something else.
+    AlreadyRunning
+        A live daemon has the arena or one of the NVMe tier's paths.
     """
     arena = Arena(
         node_id=identity.node_id,
@@ -81,18 +85,23 @@ async def build(
         old_arena_deadline_s=config.old_arena_deadline_s,
         on_progress=on_progress,
     )
-    await arena.open()
-    try:
+    async with AsyncExitStack() as opened:
+        tiers: list[Tier] = [arena]
+        if config.nvme_paths:
+            tiers.append(file_tier(config, identity))
+        for tier in tiers:
+            opened.push_async_callback(tier.close)
+            await tier.open()
         core = CacheCore(
             core_config(config, has_index=sharing is not None),
-            [tier_spec(arena, arena.arena_id)],
+            [tier_spec(tier) for tier in tiers],
             LruPolicy,
             seed=identity.incarnation,
         )
-        hasher = Hasher({arena.kind: arena})
-        return Node(
+        hasher = Hasher({tier.kind: tier for tier in tiers})
+        node = Node(
             core=core,
-            tiers=[arena],
+            tiers=tiers,
             identity=identity,
             locks=EngineLocks(config.run_dir),
             config=config,
@@ -100,9 +109,19 @@ async def build(
             hasher=hasher,
             remote=None if sharing is None else _remote(sharing, core, arena, hasher, config, metrics),
         )
-    except BaseException:
-        await arena.close()
-        raise
+        opened.pop_all()
+        return node
+
+
+def file_tier(config: Config, identity: Identity) -> FileTier:
+    """The NVMe tier, not open yet."""
+    return FileTier(
+        node_id=identity.node_id,
+        paths=config.nvme_paths,
+        capacity_bytes=config.nvme_bytes,
+        extent_bytes=config.extent_bytes,
+        deadline_s=config.tier_deadline_s,
+    )
 
 
 def _remote(
@@ -134,15 +153,17 @@ def _remote(
     )
 
 
-def tier_spec(tier: Tier, arena_id: int = 0) -> TierSpec:
-    """A tier as the core sees it."""
+def tier_spec(tier: Tier) -> TierSpec:
+    """An open tier as the core sees it."""
     return TierSpec(
         kind=tier.kind,
         capacity_bytes=tier.capacity_bytes,
         allocated_bytes=tier.allocated_bytes,
         extent_bytes=tier.extent_bytes,
         frees_at_once=tier.traits.frees_at_once,
-        arena=arena_id,
+        arena=int(getattr(tier, "arena_id", 0)),
+        header_bytes=tier.traits.header_bytes,
+        outlives=tier.traits.outlives,
     )
 
 
@@ -166,4 +187,6 @@ def core_config(config: Config, *, has_index: bool = False) -> CoreConfig:
         max_given_fraction=config.max_given_fraction,
         pull_bytes_per_s=config.pull_bytes_per_s,
         pull_floor_s=config.pull_floor_s,
+        demote_high_fraction=config.demote_high_fraction,
+        admit_after_uses=config.admit_after_uses,
     )

@@ -27,7 +27,13 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from kvtier import machine
 from kvtier.errors import ConfigError
@@ -59,6 +65,20 @@ Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Verify = Annotated[Literal["off", "sample", "all"], BeforeValidator(_lower)]
+
+
+def _split_paths(value: Any) -> Any:
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise ValueError("allowed are paths, separated by commas")
+    paths = tuple(_absolute(Path(part)) for part in value)
+    if len(set(paths)) != len(paths):
+        raise ValueError("allowed is each path once")
+    return paths
+
+
+Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_paths)]
 
 
 def _parse_size(value: Any) -> int:
@@ -113,6 +133,27 @@ class Config(BaseSettings):
     )
     old_arena_deadline_s: Seconds = Field(
         30.0, description="after this time arenas of an earlier daemon that engines still map are emptied"
+    )
+
+    nvme_paths: Paths = Field(
+        (),
+        description="directories or block devices of the NVMe tier, separated by commas, for good (what is "
+        "on a block device is overwritten); none: no such tier",
+    )
+    nvme_bytes: Size = Field(
+        0, description="hard cap of the NVMe tier over all its paths, rounded down to whole extents"
+    )
+    tier_deadline_s: Seconds = Field(
+        5.0, description="a medium that takes longer to answer is out of use until it does"
+    )
+    demote_high_fraction: Fraction = Field(
+        0.75, description="where the DRAM tier is fuller, its coldest blocks are copied to the NVMe tier"
+    )
+    admit_after_uses: Count = Field(
+        1, description="blocks are copied to the NVMe tier only after so many uses; storing one is the first"
+    )
+    demote_bytes_per_s: Size = Field(
+        1024 * MIB, description="bytes copied to the NVMe tier each second; 0: as many as it takes"
     )
 
     lease_ttl_s: Seconds = Field(30.0, description="a read may take this long")
@@ -294,6 +335,20 @@ class Config(BaseSettings):
         if not extent_bytes <= value < 1 << 50:
             raise ValueError(f"allowed is one extent ({extent_bytes} bytes) or more")
         return value // int(extent_bytes) * int(extent_bytes)
+
+    @model_validator(mode="after")
+    def _nvme_has_paths_and_room(self) -> Self:
+        if bool(self.nvme_paths) != bool(self.nvme_bytes):
+            raise ValueError(
+                f"nvme_paths is {','.join(map(str, self.nvme_paths)) or 'empty'} and nvme_bytes is "
+                f"{self.nvme_bytes}: set both, or neither for no NVMe tier"
+            )
+        if self.nvme_bytes and self.nvme_bytes < 2 * self.extent_bytes * len(self.nvme_paths):
+            raise ValueError(
+                f"nvme_bytes is {self.nvme_bytes}: allowed is two extents ({self.extent_bytes} bytes each) "
+                "or more for each of nvme_paths"
+            )
+        return self
 
     @field_validator("max_message_bytes")
     @classmethod

@@ -88,6 +88,12 @@ class Metrics:
         self.tier_faults = Counter(
             "kvtier_tier_faults", "Operations that a medium failed", ["tier"], registry=self.registry
         )
+        self.fetched_bytes = Counter(
+            "kvtier_fetched_bytes", "Bytes read from a tier below, verified", ["tier"], registry=self.registry
+        )
+        self.demoted_bytes = Counter(
+            "kvtier_demoted_bytes", "Bytes copied down to a tier", ["tier"], registry=self.registry
+        )
         self._add_remote()
 
     def _add_remote(self) -> None:

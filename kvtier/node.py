@@ -21,7 +21,7 @@ from kvtier.core.stats import BlockPlace, CoreStats
 from kvtier.errors import Conflict, Corruption, KvtierError, LimitExceeded, TierFault, Unavailable
 from kvtier.hashing import Hasher
 from kvtier.identity import Identity
-from kvtier.interfaces import Failing, Growing, Mapped, Tier
+from kvtier.interfaces import Failing, Growing, Tier
 from kvtier.liveness import EngineLocks
 from kvtier.metrics import Metrics
 from kvtier.remote.arrivals import Arrivals
@@ -88,7 +88,6 @@ class Node:
         self._hasher = hasher or Hasher(self.tiers)
         self._allocated_bytes = {tier.kind: tier.allocated_bytes for tier in tiers}
         top, *below = tiers
-        assert isinstance(top, Mapped)
         lower = {tier.kind: tier for tier in below}
         self.tiering = Tiering(top, lower, self._hasher, config, metrics, self._handle, clock)
         self._commits: dict[tuple[str, bytes], asyncio.Task[m.Reply]] = {}

@@ -124,7 +124,7 @@ def run(tmp_path: Path, shm: Path) -> Callable[[], Any]:  # noqa: F811
                 await close()
 
             arena.close = note  # type: ignore[method-assign]
-            core = CacheCore(core_config(settings, has_index=True), [tier_spec(arena, arena.arena_id)])
+            core = CacheCore(core_config(settings, has_index=True), [tier_spec(arena)])
             return Node(
                 core=core,
                 tiers=[arena],

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, overload
 
-from kvtier.core.blocks import RESIDENT
 from kvtier.core.cache import CacheCore
 from kvtier.core.messages import peer_name
 from kvtier.types import BlockId, Key, TierKind
@@ -37,13 +36,7 @@ class Holdings:
 
 def holdings_of(core: CacheCore, max_pulls: int) -> Holdings:
     """The holdings of a node with this core; `max_pulls` is as many as a node serves at once."""
-    tiers = core.residency.tiers.values()
-
-    def tier_of(block: BlockId) -> TierKind | None:
-        found = core.residency.get(block.key, block.shard)
-        if found is None or found.state != RESIDENT or found.orphan:
-            return None
-        return found.pool().tier.spec.kind
+    tiers = [tier for residency in (core.residency, *core.lower) for tier in residency.tiers.values()]
 
     def given_leases() -> int:
         return sum(lease.engine.name.startswith(_PEER) for lease in core.leases.leases.values())
@@ -52,8 +45,8 @@ def holdings_of(core: CacheCore, max_pulls: int) -> Holdings:
         capacity_bytes=lambda: sum(tier.spec.capacity_bytes for tier in tiers),
         resident_bytes=lambda: sum(tier.resident_bytes for tier in tiers),
         load=lambda: min(1.0, given_leases() / max_pulls),
-        residents=lambda: Ids({shard: list(blocks) for shard, blocks in core.residency.shards.items()}),
-        tier_of=tier_of,
+        residents=lambda: Ids(core.ids()),
+        tier_of=core.tier_of,
     )
 
 

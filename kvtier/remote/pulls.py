@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvtier import logs
+from kvtier.batching import batches
 from kvtier.config import Config
 from kvtier.core import messages as m
 from kvtier.errors import (
@@ -30,9 +31,6 @@ from kvtier.remote.answers import Acquired, Peer
 from kvtier.remote.link import PeerLink, Peers
 from kvtier.types import Key, Slot
 
-FIRST_BATCH_BLOCKS: Final = 4
-BATCH_GROWTH: Final = 2
-"""Each batch has so many times the blocks of the one before, until it has `pull_batch_bytes`."""
 BATCHES_IN_FLIGHT: Final = 2
 MIN_RETRY_S: Final = 0.01
 """With less time left no other transfer is tried."""
@@ -315,19 +313,6 @@ class _Job:
     def left_s(self, now_s: float) -> float:
         """Until either the pull's time or the lease is over."""
         return min(self.deadline_s, self.lease_end_s) - now_s
-
-
-def batches(count: int, block_bytes: int, batch_bytes: int) -> list[slice]:
-    """`count` blocks in consecutive batches: a few, then more and more up to `batch_bytes`; never none."""
-    most = max(1, batch_bytes // block_bytes)
-    size = min(FIRST_BATCH_BLOCKS, most)
-    result = []
-    begin = 0
-    while begin < count:
-        end = min(begin + size, count)
-        result.append(slice(begin, end))
-        begin, size = end, min(size * BATCH_GROWTH, most)
-    return result
 
 
 def _is_good(task: asyncio.Task[None]) -> bool:

@@ -131,7 +131,7 @@ class Owner:
         # An owner alone: it has no index, and publishes nothing.
         core = CacheCore(
             core_config(self.config),
-            [tier_spec(self.arena, self.arena.arena_id)],
+            [tier_spec(self.arena)],
             LruPolicy,
             seed=self.identity.incarnation,
         )

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from kvtier.batching import FIRST_BATCH_BLOCKS, batches
 from kvtier.core import messages as m
 from kvtier.errors import TransferFault
 from kvtier.remote import pulls
 from kvtier.remote.breaker import FAULTS_TO_OPEN
-from kvtier.remote.pulls import batches
 from kvtier.types import Key, NodeRecord
 from tests.remote.peering import (
     BLOCK_BYTES,
@@ -161,7 +161,7 @@ async def test_the_first_blocks_are_there_while_later_ones_travel(
 
     task = asyncio.create_task(asker.puller.run(asker.pull_of(owner.record(), KEYS), report))
     await until(lambda: arrived, "the first batch arrived")
-    assert arrived == pulls.FIRST_BATCH_BLOCKS
+    assert arrived == FIRST_BATCH_BLOCKS
     await until(lambda: transfer.running == pulls.BATCHES_IN_FLIGHT, "two batches are in flight")
     transfer.gate.set()
     await task
@@ -261,7 +261,7 @@ async def test_a_lease_that_ran_out_makes_nothing_visible(
     assert (await owner.evict(KEYS)).blocks == len(KEYS)
     transfer.gate.set()
     arrived, fault = await task
-    assert arrived <= pulls.FIRST_BATCH_BLOCKS
+    assert arrived <= FIRST_BATCH_BLOCKS
     assert fault in {pulls.LEASE, pulls.TRANSFER}
     assert asker.counted("none", fault) + asker.counted("part", fault) == 1
 

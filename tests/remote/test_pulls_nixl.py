@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.batching import FIRST_BATCH_BLOCKS
 from kvtier.core import messages as m
 from kvtier.remote import pulls
 from kvtier.transfer.nixl import NixlTransfer
@@ -144,7 +145,7 @@ async def test_the_owner_is_killed_or_stopped_in_the_middle(
 
     await asker.puller.run(asker.pull_of(process.record, KEYS, timeout_s=3.0), report)
     assert len(ends) == 1
-    assert arrived in (*range(pulls.FIRST_BATCH_BLOCKS, COUNT), COUNT)
+    assert arrived in (*range(FIRST_BATCH_BLOCKS, COUNT), COUNT)
     if arrived < COUNT:
         assert ends[0] in {pulls.TRANSFER, pulls.TIMEOUT}
     pull_after = await asker.pull(process.record, KEYS, timeout_s=1.0)

@@ -1,0 +1,292 @@
+"""Carries the core's demotes and fetches out, and watches the media below the top tier. Decides only how.
+
+A fetch reads in batches, two at a time; the first is small, so that an engine can begin to copy early.
+Demotes wait for each other, for fetches, and for their budget of bytes a second: nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from kvtier import logs
+from kvtier.batching import batches
+from kvtier.config import Config
+from kvtier.core import messages as m
+from kvtier.errors import KvtierError, TierFault
+from kvtier.hashing import Hasher
+from kvtier.interfaces import Durable, Failing, Mapped, Tier
+from kvtier.metrics import Metrics
+from kvtier.types import Slot, TierKind
+
+BATCHES_IN_FLIGHT: Final = 2
+PROBE_S: Final = 1.0
+"""A tier that failed is tried again so often."""
+CHECKPOINT_S: Final = 30.0
+"""After a crash a tier that outlives the node has to look through what changed in so long."""
+MAX_YIELD_S: Final = 1.0
+"""A demote lets fetches go first, but no longer than this."""
+
+# Why a fetch brought less than it was asked for: `PullEnded.fault`.
+CORRUPT: Final = "corrupt"
+FAILED: Final = "tier"
+CANCELLED: Final = "cancelled"
+
+Report = Callable[[m.Event], object]
+
+log = logs.get("tiering")
+
+
+class Tiering:
+    """Lives on the node's loop.
+
+    Parameters
+    ----------
+    top
+        The tier that engines read: its slots are memory of this process where there are tiers below.
+    below
+        Open tiers; the node closes them, after all that was begun here has ended.
+    report
+        The core's ear.
+    """
+
+    def __init__(
+        self,
+        top: Tier,
+        below: Mapping[TierKind, Tier],
+        hasher: Hasher,
+        config: Config,
+        metrics: Metrics,
+        report: Report,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._top = top
+        self._below = below
+        self._hasher = hasher
+        self._batch_bytes = config.pull_batch_bytes
+        self._rate = config.demote_bytes_per_s
+        self._metrics = metrics
+        self._report = report
+        self._clock = clock
+        self._down: set[TierKind] = set()
+        self._fetching = 0
+        self._is_quiet = asyncio.Event()
+        self._is_quiet.set()
+        self._demotes: asyncio.Queue[m.Demote] = asyncio.Queue()  # bounded by CoreConfig.max_demotes
+        self._paid_until_s = 0.0
+
+    async def recover(self) -> None:
+        """Tell the core what tiers that outlive the node have found; before anything else happens."""
+        for kind, tier in self._below.items():
+            if isinstance(tier, Durable):
+                blocks = 0
+                for batch in tier.recovered():
+                    blocks += len(batch)
+                    self._report(m.Recovered(kind, batch, is_last=False))
+                    await asyncio.sleep(0)
+                self._report(m.Recovered(kind, [], is_last=True))
+                log.info("blocks of an earlier life", tier=kind.name.lower(), count=blocks)
+
+    def background(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """What has to run, until cancelled."""
+        if not self._below:
+            return ()
+        return (self._demote_forever(), self._watch_forever(), self._checkpoint_forever())
+
+    # ---- up
+
+    async def fetch(self, fetch: m.Fetch) -> None:
+        """Report `Arrived` for what is here and right, and at last exactly one `PullEnded`.
+
+        Raises nothing but `CancelledError`, and that after the `PullEnded`: then nothing writes the slots.
+        """
+        run = _Run(fetch, self._report, self._metrics)
+        timer = asyncio.get_running_loop().call_later(fetch.timeout_s, run.overdue)
+        self._fetching += 1
+        self._is_quiet.clear()
+        try:
+            await self._read(run)
+        except TierFault as error:
+            run.fault = FAILED
+            self._failed(fetch.tier, error)
+        except asyncio.CancelledError:
+            run.fault = CANCELLED
+            raise
+        finally:
+            self._fetching -= 1
+            if not self._fetching:
+                self._is_quiet.set()
+            timer.cancel()
+            run.end()
+
+    async def _read(self, run: _Run) -> None:
+        fetch, tier = run.fetch, self._below[run.fetch.tier]
+        waiting = deque(batches(len(fetch.records), fetch.records[0].block_bytes, self._batch_bytes))
+        flying: deque[tuple[slice, asyncio.Task[list[int]]]] = deque()
+        try:
+            while waiting or flying:
+                while waiting and len(flying) < BATCHES_IN_FLIGHT and not run.is_overdue:
+                    batch = waiting.popleft()
+                    flying.append((batch, asyncio.create_task(self._read_batch(tier, fetch, batch))))
+                if not flying:
+                    return  # it is too late for the rest
+                batch, task = flying[0]
+                wrong = await asyncio.shield(task)
+                flying.popleft()
+                if not run.arrived(batch, wrong):
+                    return
+        finally:
+            for _, task in flying:
+                task.cancel()
+            await _settled([task for _, task in flying])
+
+    async def _read_batch(self, tier: Tier, fetch: m.Fetch, batch: slice) -> list[int]:
+        views = [self._memory(slot) for slot in fetch.slots[batch]]
+        try:
+            return await tier.read(fetch.sources[batch], fetch.records[batch], views)
+        finally:
+            for view in views:
+                view.release()
+
+    def _memory(self, slot: Slot) -> memoryview:
+        assert isinstance(self._top, Mapped)
+        return self._top.view(slot)
+
+    # ---- down
+
+    def demote(self, demote: m.Demote) -> None:
+        """Do it when there is time; the core waits for `Demoted`, nobody else does."""
+        self._demotes.put_nowait(demote)
+
+    async def _demote_forever(self) -> None:
+        while True:
+            demote = await self._demotes.get()
+            size_bytes = sum(record.block_bytes for record in demote.records)
+            await self._take_turn(size_bytes)
+            self._report(await self._copy_down(demote))
+
+    async def _take_turn(self, size_bytes: int) -> None:
+        """Wait while fetches run, for a bounded time, and until the budget allows so many bytes."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(MAX_YIELD_S):
+                await self._is_quiet.wait()
+        if self._rate:
+            begin_s = max(self._clock(), self._paid_until_s)
+            self._paid_until_s = begin_s + size_bytes / self._rate
+            await asyncio.sleep(max(0.0, begin_s - self._clock()))
+
+    async def _copy_down(self, demote: m.Demote) -> m.Demoted:
+        """The bytes are compared with their checksums first: nothing wrong goes where it would stay."""
+        views = [
+            self._memory(slot)[: record.block_bytes]
+            for slot, record in zip(demote.sources, demote.records, strict=True)
+        ]
+        checksums = [record.checksum for record in demote.records]
+        corrupt = await self._hasher.differing(views, checksums)
+        self._metrics.verified_bytes.labels("demote").inc(sum(its.block_bytes for its in demote.records))
+        if corrupt:
+            self._metrics.mismatches.labels("demote").inc(len(corrupt))
+        good = sorted(set(range(len(demote.records))) - set(corrupt))
+        records = [demote.records[i] for i in good]
+        payloads = [self._memory(demote.sources[i]) for i in good]
+        try:
+            await self._below[demote.tier].write([demote.slots[i] for i in good], records, payloads)
+        except TierFault as error:
+            self._failed(demote.tier, error)
+            return m.Demoted(demote.demote, (), corrupt, FAILED)
+        finally:
+            for payload in payloads:
+                payload.release()
+        written_bytes = sum(record.block_bytes for record in records)
+        self._metrics.demoted_bytes.labels(demote.tier.name.lower()).inc(written_bytes)
+        return m.Demoted(demote.demote, good, corrupt)
+
+    # ---- media that fail and come back
+
+    def _failed(self, kind: TierKind, error: TierFault) -> None:
+        name = kind.name.lower()
+        self._metrics.tier_faults.labels(name).inc()
+        log.warning("a tier failed", tier=name, error=str(error))
+        self._look_at(kind)
+
+    def _look_at(self, kind: TierKind) -> None:
+        tier = self._below[kind]
+        if isinstance(tier, Failing) and tier.fault and kind not in self._down:
+            self._down.add(kind)
+            log.error("a tier is out of use until it answers", tier=kind.name.lower(), why=tier.fault)
+            self._report(m.TierDown(kind))
+
+    async def _watch_forever(self) -> None:
+        while True:
+            await asyncio.sleep(PROBE_S)
+            for kind, tier in self._below.items():
+                self._look_at(kind)
+                if kind in self._down and isinstance(tier, Failing) and await tier.probe():
+                    self._down.discard(kind)
+                    log.info("a tier is back", tier=kind.name.lower())
+                    self._report(m.TierUp(kind))
+
+    async def _checkpoint_forever(self) -> None:
+        while True:
+            await asyncio.sleep(CHECKPOINT_S)
+            for kind, tier in self._below.items():
+                if isinstance(tier, Durable) and kind not in self._down:
+                    try:
+                        await tier.checkpoint()
+                    except KvtierError as error:
+                        log.warning("no checkpoint", tier=kind.name.lower(), error=str(error))
+
+
+class _Run:
+    """What has become of one fetch so far."""
+
+    def __init__(self, fetch: m.Fetch, report: Report, metrics: Metrics) -> None:
+        self.fetch = fetch
+        self.fault = ""
+        self.is_overdue = False
+        self._report = report
+        self._metrics = metrics
+        self._wrong: list[bytes] = []
+
+    def arrived(self, batch: slice, wrong: Sequence[int]) -> bool:
+        """A batch has been read; False where the fetch ends with it."""
+        records = self.fetch.records[batch]
+        good = wrong[0] if wrong else len(records)
+        tier = self.fetch.tier.name.lower()
+        if wrong:
+            self.fault = CORRUPT
+            self._wrong = [records[position].block.key for position in wrong]
+            self._metrics.mismatches.labels("fetch").inc(len(wrong))
+            log.warning("blocks of a tier are not what they should be", tier=tier, count=len(wrong))
+        if good and not self.is_overdue:
+            self._metrics.fetched_bytes.labels(tier).inc(sum(its.block_bytes for its in records[:good]))
+            self._report(m.Arrived(self.fetch.pull, [record.checksum for record in records[:good]]))
+        return not wrong and not self.is_overdue
+
+    def overdue(self) -> None:
+        """Nobody waits for the rest any more."""
+        self.is_overdue = True
+        self._report(m.Overdue(self.fetch.pull))
+
+    def end(self) -> None:
+        """Nothing writes the slots any more."""
+        self._report(m.PullEnded(self.fetch.pull, self.fault, self._wrong))
+
+
+async def _settled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Wait until none of them runs; a caller that is cancelled meanwhile waits all the same."""
+    was_cancelled = False
+    while running := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(running)
+        except asyncio.CancelledError:
+            was_cancelled = True
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # that of the batch before it is the one that is told
+    if was_cancelled:
+        raise asyncio.CancelledError
