@@ -250,7 +250,7 @@ class _Run:
         self.is_overdue = False
         self._report = report
         self._metrics = metrics
-        self._wrong: list[bytes] = []
+        self._wrong: Sequence[bytes] = ()
 
     def arrived(self, batch: slice, wrong: Sequence[int]) -> bool:
         """A batch has been read; False where the fetch ends with it."""
