@@ -1,0 +1,165 @@
+"""A daemon with an NVMe tier, as an engine sees it: more than memory holds, and still there after a death."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier.types import TierKind
+from tests.client.conftest import own_daemon, shm  # noqa: F401
+from tests.client.harness import LAYOUT, DaemonProcess, Engine, chain, until
+
+PROMPTS = 12
+BLOCKS = 64
+DRAM_BLOCKS = 256
+COMPUTE_S = 1.0
+"""What the engine says that a block takes it: so much that any load is faster."""
+Start = Callable[..., DaemonProcess]
+
+
+@pytest.fixture
+def start(own_daemon: Start, tmp_path: Path) -> Start:  # noqa: F811
+    def with_nvme(**options: object) -> DaemonProcess:
+        values: dict[str, object] = {"nvme_paths": tmp_path / "nvme", "nvme_bytes": "64MiB"}
+        return own_daemon(**(values | options))
+
+    return with_nvme
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[[DaemonProcess], Engine]]:
+    made: list[Engine] = []
+
+    def make(daemon: DaemonProcess) -> Engine:
+        made.append(Engine(daemon.socket, BLOCKS))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def tier(daemon: DaemonProcess, kind: TierKind) -> object:
+    (found,) = (its for its in daemon.status().tiers if its.tier == kind)
+    return found
+
+
+def nvme_blocks(daemon: DaemonProcess) -> int:
+    return int(tier(daemon, TierKind.NVME).blocks)  # type: ignore[attr-defined]
+
+
+def fill(daemon: DaemonProcess, engine: Engine) -> dict[str, np.ndarray]:
+    """Store more than memory holds; name of a prompt -> its bytes. Most lies on the medium in the end."""
+    stored = {}
+    rng = np.random.default_rng(5)
+    for number in range(PROMPTS):
+        engine.memory[:] = rng.integers(0, 256, engine.memory.shape, np.uint8)
+        name = f"prompt {number}"
+        keys = chain(name, BLOCKS)
+        have = 0
+        while have < BLOCKS:  # a store that finds no room takes less: demotes make room
+            result = engine.client.store(
+                keys[have - 1] if have else None, keys[have:], engine.pages, range(have, BLOCKS)
+            )
+            have += result.committed
+        stored[name] = engine.memory.copy()
+        want = (number + 1) * BLOCKS - DRAM_BLOCKS * 7 // 8
+        until(lambda need=want: nvme_blocks(daemon) >= need, "the coldest are copied down")
+    return stored
+
+
+def load(engine: Engine, name: str) -> int:
+    """How many blocks of this prompt come; what comes is in the engine's memory."""
+    keys = chain(name, BLOCKS)
+    engine.memory[:] = 0
+    offer = engine.client.lookup(f"request {name}", keys, block_compute_s=COMPUTE_S)
+    if not offer.blocks:
+        return 0
+    result = engine.client.load(f"request {name}", keys[: offer.blocks], engine.pages, range(offer.blocks))
+    return int(result.loaded)
+
+
+def compare(engine: Engine, loaded: int, stored: np.ndarray) -> None:
+    assert np.array_equal(engine.memory[:, :loaded], stored[:, :loaded]), "wrong bytes"
+
+
+@pytest.mark.slow
+def test_more_than_memory_holds_also_after_a_death(
+    start: Start, engine: Callable[[DaemonProcess], Engine]
+) -> None:
+    daemon = start()
+    first = engine(daemon)
+    stored = fill(daemon, first)
+    for name, content in stored.items():
+        assert load(first, name) == BLOCKS, name
+        compare(first, BLOCKS, content)
+    assert daemon.status().counters.stored_blocks == PROMPTS * BLOCKS
+    below = nvme_blocks(daemon)
+    first.close()
+    daemon.kill()
+
+    daemon.start()
+    assert nvme_blocks(daemon) == below, "it is all there at once"
+    second = engine(daemon)
+    loaded = 0
+    for name, content in stored.items():
+        count = load(second, name)
+        compare(second, count, content)
+        loaded += count
+    assert loaded >= below, "what was on the medium is loaded"
+
+
+def damage(directory: Path) -> None:
+    """Flip a byte in each page that lies behind a header."""
+    (slab,) = (its for its in directory.iterdir() if its.stat().st_size > 1 << 20)
+    content = bytearray(slab.read_bytes())
+    for begin in range(1 << 20, len(content), 4096):
+        content[begin + 1000] ^= 0x40
+    slab.write_bytes(content)
+
+
+@pytest.mark.slow
+def test_damaged_blocks_are_a_miss_and_are_told(
+    start: Start, engine: Callable[[DaemonProcess], Engine], tmp_path: Path
+) -> None:
+    daemon = start(metrics_port=0)
+    first = engine(daemon)
+    stored = fill(daemon, first)
+    first.close()
+    daemon.close()
+    damage(tmp_path / "nvme")
+    daemon.start()
+    second = engine(daemon)
+    for name, content in stored.items():
+        compare(second, load(second, name), content)
+    text = (
+        urllib.request.urlopen(f"http://{daemon.status().metrics_address}/metrics", timeout=5).read().decode()
+    )
+    found = re.search(r'kvtier_checksum_mismatches_total\{where="fetch"\} (\S+)', text)
+    assert found is not None, "nothing was counted"
+    assert float(found[1]) > 0
+    assert "are not what they should be" in daemon.log.read_text()
+
+
+def test_a_directory_of_another_node_is_refused(start: Start, tmp_path: Path) -> None:
+    daemon = start()
+    daemon.close()
+    (tmp_path / "data" / "node.json").unlink()
+    with pytest.raises(AssertionError, match="holds blocks of node"):
+        daemon.start()
+
+
+def test_paths_without_room_are_refused(start: Start) -> None:
+    with pytest.raises(AssertionError, match="nvme_bytes"):
+        start(nvme_bytes=0)
+
+
+def test_neither_paths_nor_room_is_no_such_tier(own_daemon: Start) -> None:  # noqa: F811
+    daemon = own_daemon()
+    assert [its.tier for its in daemon.status().tiers] == [TierKind.DRAM]
+    assert LAYOUT.slot_bytes * DRAM_BLOCKS == daemon.status().tiers[0].capacity_bytes
