@@ -22,7 +22,7 @@ from kvtier.remote.holdings import Holdings
 from kvtier.remote.life import Life
 from kvtier.remote.membership import Membership
 from kvtier.remote.publisher import Publisher
-from kvtier.types import PROTOCOL_VERSION, BlockId, Key, Location, NodeRecord
+from kvtier.types import PROTOCOL_VERSION, BlockId, Key, Location, NodeRecord, TierKind
 
 if TYPE_CHECKING:
     from kvtier.remote.link import PeerLink, Peers
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 FIRST_FIND_KEYS: Final = 64
 FIND_GROWTH: Final = 4
 """A lookup asks the index for few keys first, then for so many times as many: most tails are nowhere."""
+LENT: Final = frozenset({TierKind.DRAM})
+"""Peers read each other's arenas; what lies elsewhere is listed for operators."""
 MAX_FIND_BLOCKS: Final = 4096
 """Blocks in one question to the index, all shards together."""
 MAX_DENIED_BLOCKS: Final = 1024
@@ -255,7 +257,7 @@ class Remote:
             log.debug("the index did not answer a lookup", error=str(error) or "no answer in time")
             return None
         usable = self._usable()  # a node may have died, or begun anew, while the index was asked
-        counting = [[self._counting(its, usable) for its in shard] for shard in places]
+        counting = [[_lent(self._counting(its, usable)) for its in shard] for shard in places]
         if not any(any(shard) for shard in counting):
             return None
         return m.Located(lookup=lookup, first=find.first, places=counting)
@@ -352,6 +354,10 @@ class Remote:
         for begin in range(0, len(blocks), MAX_FIND_BLOCKS):
             found += await self.index.find(blocks[begin : begin + MAX_FIND_BLOCKS])
         return [self._counting(its, live) for its in found]
+
+
+def _lent(places: Sequence[Location]) -> tuple[Location, ...]:
+    return tuple(place for place in places if place.tier in LENT)
 
 
 def _state(link: PeerLink, now_s: float) -> str:

@@ -13,6 +13,7 @@ import pytest
 from kvtier.types import TierKind
 from tests.client.conftest import own_daemon, shm  # noqa: F401
 from tests.client.harness import LAYOUT, DaemonProcess, Engine, chain, until
+from tests.nodes.harness import Node, prompt
 
 PROMPTS = 12
 BLOCKS = 64
@@ -163,3 +164,22 @@ def test_neither_paths_nor_room_is_no_such_tier(own_daemon: Start) -> None:  # n
     daemon = own_daemon()
     assert [its.tier for its in daemon.status().tiers] == [TierKind.DRAM]
     assert LAYOUT.slot_bytes * DRAM_BLOCKS == daemon.status().tiers[0].capacity_bytes
+
+
+@pytest.mark.slow
+def test_a_peer_is_asked_for_what_lies_in_its_memory_only(
+    make_node: Callable[..., Node], tmp_path: Path
+) -> None:
+    options = {"nvme_paths": tmp_path / "nvme", "nvme_bytes": "256MiB", "demote_high_fraction": 0.01}
+    a, b = make_node("a", **options), make_node("b")
+    keys = prompt(20)
+    wanted = a.store(keys, range(20))
+    until(lambda: nvme_blocks(a.daemon) == len(keys), "all is copied down")
+    a.daemon.kill()
+    a.daemon.start()
+    until(lambda: [peer.state for peer in b.peers()] == ["unreached"], "b sees the new life")
+    until(lambda: a.status().unpublished == 0 and a.status().index_reachable, "all is published")
+    assert b.engine.client.lookup("nothing", keys).blocks == 0, "what a does not lend is offered"
+    a.fetches_all(keys, wanted)
+    b.fetches_all(keys, wanted)
+    assert b.status().counters.failed_pulls == 0
