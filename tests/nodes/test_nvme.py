@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.client import AdminClient
 from kvtier.types import TierKind
 from tests.client.conftest import own_daemon, shm  # noqa: F401
 from tests.client.harness import LAYOUT, DaemonProcess, Engine, chain, until
@@ -179,6 +180,8 @@ def test_a_peer_is_asked_for_what_lies_in_its_memory_only(
     a.daemon.start()
     until(lambda: [peer.state for peer in b.peers()] == ["unreached"], "b sees the new life")
     until(lambda: a.status().unpublished == 0 and a.status().index_reachable, "all is published")
+    with AdminClient(b.daemon.socket) as admin:
+        until(lambda: len(admin.lookup_prefix(keys, everywhere=True).places) == len(keys), "the index knows")
     assert b.engine.client.lookup("nothing", keys).blocks == 0, "what a does not lend is offered"
     a.fetches_all(keys, wanted)
     b.fetches_all(keys, wanted)
