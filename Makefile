@@ -14,7 +14,7 @@ NAME ?= local
 FAST_TESTS ?= yes
 JSON ?= bench/results/$(NAME).json
 
-.PHONY: help install demo test check bench proto buf gpu-check sim clean
+.PHONY: help install demo test check bench proto buf gpu-check nvmeof-test sim clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -72,6 +72,9 @@ $(BUF):
 
 gpu-check: install ## the tests that need a CUDA device
 	$(PYTEST) -m gpu tests/gpu -rs
+
+nvmeof-test: install ## the file tier on real NVMe-oF, in a virtual machine (QEMU and a kernel by apt)
+	$(BIN)/python -m tests.nvmeof
 
 sim: install ## new simulator seeds: make sim SEEDS=0:1000 (one node), make sim FLEET=0:500 (many)
 	if [ -n "$(FLEET)" ]; then

@@ -14,7 +14,7 @@ from kvtier.cli import output
 from kvtier.cli.findings import DEGRADED, MISSING, OK, Finding, finding, one_line
 from kvtier.tiers import numa, preflight, sysfs
 from kvtier.tiers.nvmeof import Controller, Namespace, Storage, inspect
-from kvtier.tiers.preflight import Problem
+from kvtier.tiers.preflight import Problem, Timeouts
 
 TIER_DEADLINE_S: Final = 5.0
 """So long the tier waits for its storage unless configured otherwise."""
@@ -96,22 +96,26 @@ def _what(storage: Storage, deadline_s: float) -> str:
 
 
 def _namespace(namespace: Namespace, deadline_s: float) -> str:
-    ways = ", ".join(_controller(each, deadline_s) for each in namespace.controllers) or "no controller"
+    ways = ", ".join(map(_controller, namespace.controllers)) or "no controller"
     policy = f", {len(namespace.controllers)} paths by {namespace.io_policy}" if namespace.io_policy else ""
-    return f"{namespace.name}{policy}: {ways}"
+    return f"{namespace.name}{policy}: {ways}{_wait(namespace, deadline_s)}"
 
 
-def _controller(controller: Controller, deadline_s: float) -> str:
+def _controller(controller: Controller) -> str:
     queues = f", {controller.queue_count} queues" if controller.queue_count else ""
     nqn = f" {controller.subsystem_nqn}" if controller.is_remote else ""
     kind = f"NVMe-oF {controller.transport}" if controller.is_remote else controller.transport or "NVMe"
-    text = f"{controller.name} {kind} {controller.address}{nqn} {controller.state or '?'}{queues}"
-    if controller.is_remote:
-        return f"{text}, I/O waits {preflight.waits_s(controller):g} s at most"
-    notice_s = preflight.notices_s(controller)
-    if notice_s <= deadline_s:
-        return text
-    return f"{text}, local: a drive without answer is reset after {notice_s:g} s, given up by the tier before"
+    return f"{controller.name} {kind} {controller.address}{nqn} {controller.state or '?'}{queues}"
+
+
+def _wait(namespace: Namespace, deadline_s: float) -> str:
+    remote = [Timeouts.of(each) for each in namespace.controllers if each.is_remote]
+    if remote:
+        return f", I/O waits {preflight.waits_s(remote):g} s at most"
+    notices_s = max((Timeouts.of(each).notices_s for each in namespace.controllers), default=0.0)
+    if notices_s <= deadline_s:
+        return ""
+    return f", local: a drive without answer is reset after {notices_s:g} s, given up by the tier before"
 
 
 def _free(path: str) -> str:

@@ -3,17 +3,24 @@
 The file tier stops waiting at its own deadline, whatever the kernel does. But what it no longer waits for
 still holds its buffers and threads until the kernel answers, so the kernel should fail I/O before that.
 
-What passes until it does, for NVMe-oF: first the loss is noticed, by a command that is not answered within
-``queue/io_timeout`` or by a keep-alive (sent every half ``kato``, given up after another one, or two periods
-with traffic-based keep-alives); then I/O waits for a reconnect until ``fast_io_fail_tmo``, or, where that is
-off, until the controller is given up after ``ctrl_loss_tmo``.
+What happens in an NVMe-oF host whose target is suddenly silent, as observed on real controllers
+(`make nvmeof-test`; kernels differ, this is the slowest of them, 6.1.115 and later stable ones):
+
+1. A command is not answered within ``queue/io_timeout``, or a keep-alive (sent every half ``kato``) within
+   ``kato``: recovery begins. The kernel's timers add up to a second to each of these.
+2. Recovery waits for a keep-alive that is under way, until that has timed out; where the keep-alive itself
+   began the recovery, for another ``kato``.
+3. Under multipath the I/O now goes to the next path, which may be as silent; its keep-alives have been
+   running out meanwhile.
+4. With no path left, I/O is kept for a reconnect until ``fast_io_fail_tmo``, counted from here; where that is
+   off, until the controller is given up after ``ctrl_loss_tmo``.
 """
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -23,14 +30,55 @@ from kvtier.tiers.sysfs import OFF
 
 KERNEL_IO_TIMEOUT_S: Final = 30.0
 """What `nvme_core.io_timeout` is unless it has been changed."""
-KEEP_ALIVE_PERIODS: Final = 2
-NOTICE_FRACTION: Final = 0.6
-"""Part of the deadline in which a loss should be noticed; another 0.2 is for `fast_io_fail_tmo`."""
-FAIL_FRACTION: Final = 0.2
+TIMER_S: Final = 1.0
+"""So much later than asked a timer of the block layer may fire."""
 RECONNECT_DELAY_S: Final = 2
-KEEP_ALIVE_S: Final = 5
+LONGEST_KEEP_ALIVE_S: Final = 5
+"""The kernel's default; shorter ones load target and network more."""
 _LIVE: Final = "live"
 _HOPELESS: Final = ("deleting", "deleting (no IO)", "dead")
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """What decides how long I/O waits; None and `OFF` as in `Controller`."""
+
+    io_s: float
+    keep_alive_s: int | None
+    fast_io_fail_s: int | None
+    ctrl_loss_s: int | None
+
+    @classmethod
+    def of(cls, controller: Controller) -> Timeouts:
+        """Those of a live controller."""
+        timeout_ms = controller.io_timeout_ms
+        io_s = KERNEL_IO_TIMEOUT_S if timeout_ms is None or timeout_ms < 0 else timeout_ms / 1000
+        return cls(io_s, controller.keep_alive_s, controller.fast_io_fail_s, controller.ctrl_loss_s)
+
+    @property
+    def notices_s(self) -> float:
+        """The longest that I/O on a path with a silent target takes to come back from it."""
+        alone_s = self.io_s + TIMER_S
+        keep_alive_s = self.keep_alive_s or 0
+        if keep_alive_s <= 0:
+            return alone_s
+        return max(alone_s, min(self.io_s, keep_alive_s / 2) + keep_alive_s + TIMER_S)
+
+    @property
+    def lapses_s(self) -> float:
+        """So long after its target fell silent a path is known to be dead, with or without I/O."""
+        keep_alive_s = self.keep_alive_s or 0
+        return keep_alive_s / 2 + 2 * (keep_alive_s + TIMER_S) if keep_alive_s > 0 else math.inf
+
+    @property
+    def holds_s(self) -> float:
+        """How long I/O is kept for a reconnect after that; without a limit, or one shown, for ever."""
+        limits = [
+            float(limit)
+            for limit in (self.fast_io_fail_s, self.ctrl_loss_s)
+            if limit is not None and limit != OFF
+        ]
+        return min(limits, default=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,44 +116,50 @@ def problems(storage: Storage, deadline_s: float, arena_nodes: Collection[int] =
     return found
 
 
-def waits_s(controller: Controller) -> float:
-    """The longest that I/O may wait for this way to the disk; infinite where nothing ends it."""
-    return notices_s(controller) + holds_s(controller)
+def waits_s(paths: Sequence[Timeouts]) -> float:
+    """The longest that I/O waits when the targets of all paths fall silent; infinite if nothing ends it."""
+    elapsed_s = 0.0
+    for path in paths:
+        first = not elapsed_s
+        tried_s = elapsed_s + path.notices_s
+        elapsed_s = tried_s if first else min(tried_s, max(elapsed_s, path.lapses_s))
+    return elapsed_s + max((path.holds_s for path in paths), default=0.0)
 
 
-def notices_s(controller: Controller) -> float:
-    """The longest until the loss of the target is noticed while I/O waits for it."""
-    if controller.io_timeout_ms is None or controller.io_timeout_ms < 0:
-        timeout_s = KERNEL_IO_TIMEOUT_S
-    else:
-        timeout_s = controller.io_timeout_ms / 1000
-    if not controller.keep_alive_s or controller.keep_alive_s < 0:
-        return timeout_s
-    return min(timeout_s, float(KEEP_ALIVE_PERIODS * controller.keep_alive_s))
+def advice(deadline_s: float, paths: int) -> Timeouts:
+    """The most patient settings with which I/O waits no longer than the deadline; else the quickest.
 
-
-def holds_s(controller: Controller) -> float:
-    """How long I/O is kept for a reconnect after that; without a limit, or without one shown, for ever."""
-    limits = [
-        float(limit)
-        for limit in (controller.fast_io_fail_s, controller.ctrl_loss_s)
-        if limit is not None and limit != OFF
+    `fast_io_fail_tmo` is 0 only where it has to be: the shortest break then fails I/O.
+    """
+    candidates = [
+        Timeouts(io_s, keep_alive_s, fail_s, OFF)
+        for fail_s in (1, 0)
+        for keep_alive_s in range(1, LONGEST_KEEP_ALIVE_S + 1)
+        for io_s in range(1, max(1, int(deadline_s - TIMER_S)) + 1)
     ]
-    return min(limits, default=math.inf)
+    fitting = [each for each in candidates if waits_s([each] * paths) <= deadline_s]
+    return max(fitting, key=_patience, default=Timeouts(1, 1, 0, OFF))
 
 
-def connect_command(controller: Controller, deadline_s: float) -> str:
-    """The whole `nvme connect` that makes this connection anew, with what suits the deadline."""
+def _patience(timeouts: Timeouts) -> tuple[float, ...]:
+    keep_alive_s = timeouts.keep_alive_s or 0
+    return timeouts.holds_s, min(timeouts.io_s, keep_alive_s), timeouts.io_s, keep_alive_s
+
+
+def connect_command(controller: Controller, wanted: Timeouts) -> str:
+    """The whole `nvme connect` that makes this connection anew, with those timeouts that it alone can set.
+
+    Not `fast_io_fail_tmo`, which sysfs takes at any time: nvme-cli of Debian 12, 2.3, has no option for it.
+    """
     address = dict(part.partition("=")[::2] for part in controller.address.split(","))
     words = ["nvme", "connect", "-t", controller.transport, "-n", controller.subsystem_nqn]
     for option, name in (("-a", "traddr"), ("-s", "trsvcid"), ("-w", "host_traddr"), ("-f", "host_iface")):
         if address.get(name, "none") != "none":
             words += [option, address[name]]
     words += [
-        f"--fast_io_fail_tmo={_fail_s(deadline_s)}",
         "--ctrl-loss-tmo=-1",
         f"--reconnect-delay={RECONNECT_DELAY_S}",
-        f"--keep-alive-tmo={KEEP_ALIVE_S}",
+        f"--keep-alive-tmo={wanted.keep_alive_s}",
     ]
     return shlex.join(words)  # what a target calls itself is not ours: it must not run as a command
 
@@ -118,26 +172,30 @@ def _of_namespace(namespace: Namespace, deadline_s: float, arena_nodes: Collecti
             "look at `nvme list-subsys`",
             fatal=True,
         )
+    remote = [controller for controller in namespace.controllers if controller.is_remote]
+    wanted = advice(deadline_s, len(remote))
     usable = any(controller.state == _LIVE for controller in namespace.controllers)
     for controller in namespace.controllers:
         if controller.state != _LIVE:
-            yield _of_state(controller, deadline_s, fatal=not usable)
-        if controller.is_remote:
-            yield from _of_timeouts(controller, deadline_s)
+            yield _of_state(controller, wanted, fatal=not usable)
         yield from _of_node(namespace, controller, arena_nodes)
+    if waits_s([Timeouts.of(controller) for controller in remote]) > deadline_s:
+        yield _of_wait(namespace.name, remote, wanted, deadline_s)
+    for controller in remote:
+        yield from _of_loss(controller, wanted)
     if namespace.delayed_removal_s:
         attribute = f"/sys/block/{namespace.name}/delayed_removal_secs"
         why = f"I/O waits {namespace.delayed_removal_s} s for a path after the last one is gone"
         yield Problem(namespace.name, why, f"echo 0 > {attribute}")
 
 
-def _of_state(controller: Controller, deadline_s: float, *, fatal: bool) -> Problem:
+def _of_state(controller: Controller, wanted: Timeouts, *, fatal: bool) -> Problem:
     state = controller.state or "in no state that the kernel shows"
     why = f"the controller is {state}, not {_LIVE}: I/O on it waits or fails"
     if not controller.is_remote:
         todo = f"nvme reset /dev/{controller.name}, and look at dmesg"
     elif controller.state in _HOPELESS or not controller.state:
-        todo = connect_command(controller, deadline_s)
+        todo = connect_command(controller, wanted)
     else:
         every = controller.reconnect_delay_s
         pace = f"every {every} s " if every is not None and every > 0 else ""
@@ -145,10 +203,50 @@ def _of_state(controller: Controller, deadline_s: float, *, fatal: bool) -> Prob
     return Problem(controller.name, why, todo, fatal)
 
 
-def _of_timeouts(controller: Controller, deadline_s: float) -> Iterator[Problem]:
-    wait_s = waits_s(controller)
-    if wait_s > deadline_s:
-        yield _of_wait(controller, wait_s, deadline_s)
+def _of_wait(name: str, controllers: Sequence[Controller], wanted: Timeouts, deadline_s: float) -> Problem:
+    """Live controllers are changed where that is enough; `kato` is changed by a new connection only.
+
+    That begins with the kernel's defaults, often under another name: what else it needs a second look tells.
+    """
+    wait_s = waits_s([Timeouts.of(controller) for controller in controllers])
+    limit = "for ever" if wait_s == math.inf else f"{wait_s:g} s"
+    settings = "; ".join(f"{each.name} {_settings(each)}" for each in controllers)
+    why = f"I/O may wait {limit} when the target falls silent, the tier waits {deadline_s:g} s: {settings}"
+    changed = [
+        Timeouts(min(now.io_s, wanted.io_s), now.keep_alive_s, wanted.fast_io_fail_s, now.ctrl_loss_s)
+        for now in map(Timeouts.of, controllers)
+    ]
+    commands = [command for each in controllers for command in _live_commands(each, wanted)]
+    if waits_s(changed) > deadline_s:
+        commands += [_anew(each, wanted) for each in controllers if _is_slower(each.keep_alive_s, wanted)]
+        commands.append("then check again")
+    least_s = waits_s([wanted] * len(controllers))
+    if least_s > deadline_s:
+        commands.append(f"give the tier a deadline of {math.ceil(least_s)} s: the kernel needs so long")
+    return Problem(name, why, "; ".join(commands))
+
+
+def _live_commands(controller: Controller, wanted: Timeouts) -> Iterator[str]:
+    now = Timeouts.of(controller)
+    if now.io_s > wanted.io_s and controller.queue is not None:
+        yield _echo(int(wanted.io_s * 1000), controller.queue / "io_timeout")
+    fail_s = wanted.fast_io_fail_s or 0
+    if now.fast_io_fail_s is None:
+        yield f"{controller.name}: a kernel of 5.11 or later, which has fast_io_fail_tmo"
+    elif now.fast_io_fail_s == OFF or now.fast_io_fail_s > fail_s:
+        yield _echo(fail_s, controller.directory / "fast_io_fail_tmo")
+
+
+def _is_slower(keep_alive_s: int | None, wanted: Timeouts) -> bool:
+    return not keep_alive_s or keep_alive_s < 0 or keep_alive_s > (wanted.keep_alive_s or 0)
+
+
+def _anew(controller: Controller, wanted: Timeouts) -> str:
+    name = shlex.quote(controller.name)
+    return f"nvme disconnect -d {name} && {connect_command(controller, wanted)}"
+
+
+def _of_loss(controller: Controller, wanted: Timeouts) -> Iterator[Problem]:
     if controller.ctrl_loss_s is not None and controller.ctrl_loss_s != OFF:
         why = (
             f"a target that is away for {controller.ctrl_loss_s} s is given up, and its disk is gone until "
@@ -157,15 +255,11 @@ def _of_timeouts(controller: Controller, deadline_s: float) -> Iterator[Problem]
         yield Problem(controller.name, why, _echo(-1, controller.directory / "ctrl_loss_tmo"))
     if controller.keep_alive_s == 0:
         why = "no keep-alives are sent: a target that is gone is noticed by the next I/O only"
-        name = shlex.quote(controller.name)
-        todo = f"nvme disconnect -d {name} && {connect_command(controller, deadline_s)}"
-        yield Problem(controller.name, why, todo)
+        yield Problem(controller.name, why, _anew(controller, wanted))
 
 
-def _of_wait(controller: Controller, wait_s: float, deadline_s: float) -> Problem:
-    """Both parts of the wait are mended only where they alone, or together, are too long."""
-    limit = "for ever" if wait_s == math.inf else f"{wait_s:g} s"
-    settings = ", ".join(
+def _settings(controller: Controller) -> str:
+    return ", ".join(
         f"{name} {_text(value)}"
         for name, value in (
             ("fast_io_fail_tmo", controller.fast_io_fail_s),
@@ -174,20 +268,6 @@ def _of_wait(controller: Controller, wait_s: float, deadline_s: float) -> Proble
             ("kato", controller.keep_alive_s),
         )
     )
-    why = f"I/O may wait {limit} when the target goes away, the tier waits {deadline_s:g} s: {settings}"
-    notice_s, fail_s = notices_s(controller), _fail_s(deadline_s)
-    commands = []
-    if notice_s + fail_s > deadline_s and controller.queue is not None:
-        timeout_ms = int(NOTICE_FRACTION * deadline_s * 1000)
-        notice_s = timeout_ms / 1000
-        commands.append(_echo(timeout_ms, controller.queue / "io_timeout"))
-    if notice_s + holds_s(controller) > deadline_s:
-        if controller.fast_io_fail_s is None:
-            commands.append("a kernel of 5.11 or later, which has fast_io_fail_tmo")
-        else:
-            commands.append(_echo(fail_s, controller.directory / "fast_io_fail_tmo"))
-    commands.append(f"at the next connect: {connect_command(controller, deadline_s)}")
-    return Problem(controller.name, why, "; ".join(commands))
 
 
 def _of_node(namespace: Namespace, controller: Controller, arena_nodes: Collection[int]) -> Iterator[Problem]:
@@ -213,10 +293,6 @@ def _of_queueing(name: str) -> Problem:
         f"set `no_path_retry fail` in multipath.conf; now: dmsetup message {shlex.quote(name)} 0 "
         "fail_if_no_path",
     )
-
-
-def _fail_s(deadline_s: float) -> int:
-    return int(deadline_s * FAIL_FRACTION)
 
 
 def _echo(value: int, attribute: Path) -> str:

@@ -18,8 +18,10 @@ TCP = {
     "numa_node": "-1",
     "queue_count": "5",
 }
-SAFE = {"ctrl_loss_tmo": "off", "fast_io_fail_tmo": "1"}
-"""With `io_timeout_ms=3000` all is well for a deadline of 5 s."""
+SAFE = {"ctrl_loss_tmo": "off", "fast_io_fail_tmo": "1", "kato": "2"}
+"""With an I/O timeout of 3 s all is well for a deadline of 5 s."""
+SAFE_PATHS = {"ctrl_loss_tmo": "off", "fast_io_fail_tmo": "0", "kato": "1"}
+"""The same for two paths, with an I/O timeout of 4 s."""
 LOCAL = {
     "transport": "pcie",
     "address": "0000:01:00.0",
