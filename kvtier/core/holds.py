@@ -118,7 +118,7 @@ class Holds:
     def coming_s(runs: Iterable[Sequence[Block]], here: int, found: int, now_s: float) -> float:
         """Expected time until what is on its way is here."""
         pulls = {block.pull for run in runs for block in run[here:found]}
-        return max((pull.left_s(now_s) for pull in pulls if pull is not None), default=0.0)
+        return max((pull.left_s() for pull in pulls if pull is not None), default=0.0)
 
     def _affordable(self, engine: Party, runs: Sequence[Sequence[Block]], count: int) -> int:
         """How many leading blocks of each run the party may protect beyond what it does already."""

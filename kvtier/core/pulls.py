@@ -63,11 +63,11 @@ class PullEntry:
         """The tier of this node that it comes from."""
         return None if self.tier is None else self.tier.kind
 
-    def left_s(self, now_s: float) -> float:
+    def left_s(self) -> float:
         """Expected time until all of it is here."""
         if self.arrived:
-            return self.source.transfer_s(0, now_s)
-        return self.source.seconds(0, now_s)
+            return self.source.transfer_s()
+        return self.source.expected_s()
 
 
 class Pulls(Plans):
@@ -134,10 +134,10 @@ class Pulls(Plans):
             entry = self._admit(segment, lookup, engine.shape, pool, first_id + len(entries), now_s)
             entries.append((entry, segment))
         # Only now: what one source has to bring for all of them is part of the time of each.
-        return [self._order(entry, segment, engine.shape, now_s) for entry, segment in entries]
+        return [self._order(entry, segment, engine.shape) for entry, segment in entries]
 
-    def _order(self, entry: PullEntry, segment: Segment, shape: Shape, now_s: float) -> m.Pull | m.Fetch:
-        timeout_s = max(self._config.pull_floor_s, _TIMES_EXPECTED * entry.source.seconds(0, now_s))
+    def _order(self, entry: PullEntry, segment: Segment, shape: Shape) -> m.Pull | m.Fetch:
+        timeout_s = max(self._config.pull_floor_s, _TIMES_EXPECTED * entry.source.expected_s())
         slots = [block.slot() for block in entry.blocks]
         if entry.tier is not None:
             records = [

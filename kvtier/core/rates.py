@@ -30,8 +30,8 @@ class Source:
     s_per_byte, round_trip_s
         Moving averages; one measurement changes the first by at most a factor of `_MAX_CHANGE`.
     failures
-        Pulls of this incarnation that failed since the last that did not; each doubles the time that is
-        expected, for a while.
+        Pulls of this incarnation that failed since the last that did not; each doubles the time by which it
+        is judged, for a while.
     running, outstanding_bytes
         Its pulls, and what they have yet to bring.
     """
@@ -66,15 +66,19 @@ class Source:
         self._window_bytes = 0
 
     def seconds(self, more_bytes: int, now_s: float) -> float:
-        """Until all that it has yet to bring is here, and `more_bytes` too."""
-        return self.round_trip_s * self._doubt(now_s) + self.transfer_s(more_bytes, now_s)
+        """For choosing: until all that it has yet to bring would be here and `more_bytes` too, with doubt."""
+        return self.expected_s(more_bytes) * self._doubt(now_s)
 
-    def transfer_s(self, more_bytes: int, now_s: float) -> float:
+    def expected_s(self, more_bytes: int = 0) -> float:
+        """The same as measured: how long a pull may take does not grow because the last one failed."""
+        return self.round_trip_s + self.transfer_s(more_bytes)
+
+    def transfer_s(self, more_bytes: int = 0) -> float:
         """The same without the round trip: where the first bytes are here already."""
-        return (self.outstanding_bytes + more_bytes) * self.s_per_byte * self._doubt(now_s)
+        return (self.outstanding_bytes + more_bytes) * self.s_per_byte
 
     def _doubt(self, now_s: float) -> int:
-        """How many times longer it is believed to take since it failed."""
+        """How many times longer it has to be worth since it failed."""
         return 1 << self.failures if now_s < self._failed_s + FORGIVEN_AFTER_S else 1
 
     # ---- what pulls tell

@@ -1,4 +1,4 @@
-"""One breaker for each peer: a peer that keeps failing is left alone for a while, then tried once."""
+"""One breaker for each peer: a peer that fails is left alone until it answers again, then tried once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-FAULTS_TO_OPEN: Final = 3
-"""So many faults in a row, and the peer is left alone."""
 FIRST_BACKOFF_S: Final = 0.5
 MAX_BACKOFF_S: Final = 15.0
 PROBE_S: Final = 2.0
@@ -15,10 +13,12 @@ PROBE_S: Final = 2.0
 
 
 class Breaker:
-    """Closed: everything passes. Open: nothing does, until `retry_at_s`; then one probe in each `PROBE_S`.
+    """Closed: everything passes. Open: nothing does, until the peer `answered` a greeting made after
+    `retry_in_s`; then one pull in each `PROBE_S`, until one succeeds or fails.
 
-    The unit is a whole pull. A peer that answers calls but never gives a byte is failing too, so an answered
-    call alone is no success.
+    One fault opens it: whatever waits for a peer that is silent is a request that waits. Greetings cost no
+    request anything; but a peer that answers them and never gives a byte is failing too, so they alone are no
+    success.
 
     Attributes
     ----------
@@ -29,48 +29,68 @@ class Breaker:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.last_error = ""
         self._clock = clock
-        self._faults = 0
+        self._has_failed = False
+        self._has_answered = False
         self._is_probing = False
         self._backoff_s = FIRST_BACKOFF_S
         self._retry_at_s = 0.0
-        self._is_probing = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last that is known of the peer is a fault."""
+        return self._has_failed
+
+    @property
+    def retry_in_s(self) -> float:
+        """How long to wait before the peer is greeted, or asked, again."""
+        return max(0.0, self._retry_at_s - self._clock()) if self._has_failed else 0.0
 
     def is_open(self, now_s: float) -> bool:
         """Whether the peer is left alone now. Changes nothing."""
-        return self._faults >= FAULTS_TO_OPEN and now_s < self._retry_at_s
+        return self._has_failed and (not self._has_answered or now_s < self._retry_at_s)
 
     def admit(self) -> bool:
         """Whether a pull may begin. Where the breaker is half open it is the probe, and others wait."""
         now_s = self._clock()
         if self.is_open(now_s):
             return False
-        if self._faults >= FAULTS_TO_OPEN:
+        if self._has_failed:
             self._is_probing = True
             self._retry_at_s = now_s + PROBE_S
         return True
 
+    def answered(self) -> None:
+        """The peer answered a greeting: a pull may try it."""
+        self._has_answered = True
+
     def failed(self, error: Exception) -> bool:
-        """Count a fault; True where the breaker opens by it, having been closed."""
-        was_open = self._faults >= FAULTS_TO_OPEN
-        self._faults += 1
+        """Count a fault of a pull; True where the breaker opens by it, having been closed."""
         self.last_error = str(error) or type(error).__name__
-        if self._faults < FAULTS_TO_OPEN or (was_open and not self._is_probing):
-            return False  # in the second case a pull that began before the breaker opened
-        self._is_probing = False
-        self._retry_at_s = self._clock() + self._backoff_s
-        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
-        return not was_open
+        if self._has_failed and not self._is_probing:
+            return False  # of a pull that began before the breaker opened
+        was_closed = not self._has_failed
+        self._open()
+        return was_closed
+
+    def silent(self, error: Exception) -> None:
+        """The peer did not answer a greeting that was made while the breaker is open."""
+        self.last_error = str(error) or type(error).__name__
+        self._open()
 
     def trip(self, error: Exception) -> None:
         """Open at once, for as long as it gets: what is wrong does not pass by itself."""
-        self._faults = FAULTS_TO_OPEN - 1
+        self.last_error = str(error)
         self._backoff_s = MAX_BACKOFF_S
-        self.failed(error)
+        self._open()
+
+    def _open(self) -> None:
+        self._has_failed = True
+        self._has_answered = self._is_probing = False
+        self._retry_at_s = self._clock() + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
 
     def succeeded(self) -> None:
         """All is well again."""
-        self._faults = 0
-        self._is_probing = False
+        self._has_failed = self._is_probing = False
         self._backoff_s = FIRST_BACKOFF_S
-        self._retry_at_s = 0.0
         self.last_error = ""

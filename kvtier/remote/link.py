@@ -32,6 +32,7 @@ from kvtier.types import PROTOCOL_VERSION, Key, NodeRecord, pack_keys
 from kvtier.v1 import peer_pb2 as pb
 from kvtier.v1 import peer_pb2_grpc
 
+GREETING_TIMEOUT_S: Final = 2.0
 RELEASE_TIMEOUT_S: Final = 2.0
 """A lease that cannot be given back in this time runs out by itself."""
 MAX_ENDING: Final = 256
@@ -95,11 +96,38 @@ class PeerLink:
         self._ending: set[asyncio.Task[None]] = set()
         self._penalties: dict[str, float] = {}
         self._is_closed = False
+        self._greeter: asyncio.Task[None] | None = None
 
     @property
     def last_error(self) -> str:
         """Of the last fault; empty where all is well."""
         return self.breaker.last_error
+
+    # ---- greetings
+
+    def greet(self) -> None:
+        """Say hello in the background, again and again until it is answered.
+
+        So the first request finds the way open, and none is spent on finding out that a peer is gone, or
+        whether it is back.
+        """
+        if not self._is_closed and (self._greeter is None or self._greeter.done()):
+            self._greeter = asyncio.get_running_loop().create_task(self._greet_until_answered())
+
+    async def _greet_until_answered(self) -> None:
+        while True:
+            await asyncio.sleep(self.breaker.retry_in_s)
+            was_open = self.breaker.has_failed
+            try:
+                await self.hello(GREETING_TIMEOUT_S)
+            except ProtocolMismatch:
+                pass  # the breaker has been told
+            except KvtierError as error:
+                if was_open:
+                    self.breaker.silent(error)
+            else:
+                self.breaker.answered()
+                return
 
     # ---- calls
 
@@ -224,12 +252,13 @@ class PeerLink:
             self.breaker.trip(error)
         elif self.breaker.failed(error):
             log.warning(
-                "a peer keeps failing: it is left alone for a while",
+                "a peer failed: it is left alone until it answers",
                 node=self.record.node,
                 name=self.record.name,
                 error=str(error),
             )
             self._reconnect()
+        self.greet()
         return error
 
     def failed(self, error: KvtierError) -> None:
@@ -294,6 +323,9 @@ class PeerLink:
             return
         self._is_closed = True
         self._peer = None
+        if self._greeter is not None:
+            self._greeter.cancel()
+            await asyncio.gather(self._greeter, return_exceptions=True)
         ending = list(self._ending)
         if ending:
             await asyncio.wait(ending, timeout=CLOSE_GRACE_S)
@@ -354,6 +386,7 @@ class Peers:
             before = self._forgetting.get(node)
             link = PeerLink(record, self._me, self._config, self._tls, before=before, clock=self._clock)
             self._links[node] = link
+            link.greet()
             if record.protocol_version != PROTOCOL_VERSION:
                 link.failed(answers.other_version(record.protocol_version))
 

@@ -113,9 +113,14 @@ class Puller:
         try:
             return await self._pull(job)
         except KvtierError as error:
-            if job.link is not None and isinstance(error, TransferFault | Corruption):
-                job.link.failed(error)  # what its calls raised it has counted itself
-            fault = _fault(error, self._clock() >= job.deadline_s)
+            is_late = self._clock() >= job.deadline_s
+            # What its calls raised the link has counted itself. One that gives, but slowly, does not fail.
+            if job.link is not None and (
+                isinstance(error, Corruption)
+                or (isinstance(error, TransferFault) and not (job.arrived and is_late))
+            ):
+                job.link.failed(error)
+            fault = _fault(error, is_late)
             log.warning(
                 "a pull failed",
                 node=job.pull.node,

