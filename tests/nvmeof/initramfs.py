@@ -35,12 +35,12 @@ mount -t 9p -o trans=virtio,version=9p2000.L,ro,cache=loose,msize=524288 host /h
 mount -t tmpfs -o size=256m upper /upper
 mkdir /upper/new /upper/work
 mount -t overlay -o lowerdir=/host,upperdir=/upper/new,workdir=/upper/work root /root || poweroff -f
-for each in proc sys dev tmp run dev/shm sys/kernel/config mnt; do mkdir -p "/root/$each" 2>/dev/null; done
+mkdir -p /root/proc /root/sys /root/dev /root/run /root/tmp
 mount -t proc proc /root/proc
 mount -t sysfs sys /root/sys
 mount -t devtmpfs dev /root/dev
 mkdir -p /root/dev/shm
-for each in dev/shm tmp run mnt; do mount -t tmpfs tmpfs "/root/$each"; done
+mount -t tmpfs tmpfs /root/dev/shm
 mount -t configfs configfs /root/sys/kernel/config
 cp /bin/busybox /root/run/busybox
 ip link set lo up

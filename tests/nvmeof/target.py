@@ -100,6 +100,13 @@ def states() -> dict[str, str]:
     return {each.name: (each / "state").read_text().strip() for each in sorted(_CLASS.glob("nvme*"))}
 
 
+def port_of(controller: str) -> int:
+    """The port that a controller is connected to."""
+    address = (_CLASS / controller / "address").read_text()
+    (port,) = (port for port in PORTS if f"trsvcid={port}" in address)
+    return port
+
+
 def all_live() -> bool:
     """Whether there is a live controller for every port, and the disk has a path through each."""
     paths = [*_CLASS.glob(f"nvme*/nvme*c*{DISK.name[-2:]}")]

@@ -14,7 +14,7 @@ from kvtier.testing.tier_tests import MakeTier, TierTests
 from kvtier.tiers.file import FileTier
 from tests.nvmeof.target import DISK
 
-MOUNTED: Final = Path("/mnt/kv")
+MOUNTED: Final = Path("/run/kvtier-nvmeof")
 NODE: Final = "a1" * 16
 BLANK_BYTES: Final = 2 << 20
 
