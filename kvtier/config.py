@@ -337,6 +337,15 @@ class Config(BaseSettings):
         return value // int(extent_bytes) * int(extent_bytes)
 
     @model_validator(mode="after")
+    def _heartbeats_come_in_time(self) -> Self:
+        if self.dead_after_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"dead_after_s is {self.dead_after_s:g} and heartbeat_s is {self.heartbeat_s:g}: a node "
+                "would count as dead because of one late heartbeat; allowed is at least twice heartbeat_s"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _nvme_has_paths_and_room(self) -> Self:
         if bool(self.nvme_paths) != bool(self.nvme_bytes):
             raise ValueError(

@@ -248,6 +248,11 @@ class Index(ABC):
 
     name: ClassVar[str]
 
+    @property
+    @abstractmethod
+    def garbage(self) -> int:
+        """How many values have been read that no node can have written."""
+
     @abstractmethod
     async def open(self) -> None:
         """Connect; raises `ConfigError` where the address can never work."""

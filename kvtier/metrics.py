@@ -129,6 +129,11 @@ class Metrics:
             ["operation"],
             registry=self.registry,
         )
+        self.index_garbage = Counter(
+            "kvtier_index_garbage",
+            "Values in the index that no node can have written",
+            registry=self.registry,
+        )
         self.published = Counter(
             "kvtier_index_changes", "Locations told to the index", ["change"], registry=self.registry
         )

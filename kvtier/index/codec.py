@@ -177,10 +177,13 @@ class Resolver:
     ----------
     has_news
         An entry was seen whose node, or incarnation of it, was in no list: set False by who has looked.
+    garbage
+        Values seen so far that no node can have written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, garbage: int = 0) -> None:
         self.has_news = False
+        self.garbage = garbage
         self._nodes: dict[bytes, tuple[str, int]] = {}
         self._heads: dict[bytes, Location | None] = {}
         self._values: dict[bytes | None, tuple[Location, ...]] = {None: ()}
@@ -208,13 +211,18 @@ class Resolver:
 
     def _parse(self, value: bytes | None) -> tuple[Location, ...]:
         if type(value) is not bytes or len(value) % ENTRY_BYTES or len(value) > MAX_VALUE_BYTES:
+            self.garbage += 1
             return ()  # not kept: a huge one would stay in memory
         places: dict[str, Location] = {}
+        is_odd = False
         for head, expiry in _ENTRY.iter_unpack(value):
-            if self._now_s < expiry <= self._now_s + MAX_TTL_S:
+            if expiry > self._now_s + MAX_TTL_S:
+                is_odd = True
+            elif self._now_s < expiry:
                 place = self._place(head)
                 if place is not None:
                     places[place.node] = place
+        self.garbage += is_odd
         found = tuple(places.values())
         self._values[value] = found
         return found

@@ -99,8 +99,14 @@ class RedisIndex(Index):
         self._timeout_s = config.index_timeout_s
         self._servers: Servers | None = None
         self._resolver = codec.Resolver()
+        self._odd_records = 0
         self._listed_at_s = -float("inf")
         self._clock_offset_s = 0.0
+
+    @property
+    def garbage(self) -> int:
+        """See `Index`."""
+        return self._resolver.garbage + self._odd_records
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.address})"
@@ -124,7 +130,7 @@ class RedisIndex(Index):
     async def close(self) -> None:
         """See `Index`."""
         servers, self._servers = self._servers, None
-        self._resolver = codec.Resolver()
+        self._resolver = codec.Resolver(self._resolver.garbage)
         self._listed_at_s = -float("inf")
         if servers is not None:
             try:
@@ -194,7 +200,8 @@ class RedisIndex(Index):
             for node in ids
         ]
         values = await self._exchange(requests, is_lenient=True) if requests else []
-        decoded = map(codec.decode_record, ids, values)
+        decoded = list(map(codec.decode_record, ids, values))
+        self._odd_records += sum(bool(raw) and its is None for raw, its in zip(values, decoded, strict=True))
         records = sorted((record for record in decoded if record is not None), key=lambda record: record.node)
         self._listed_at_s = time.monotonic()
         self._resolver.update(records)

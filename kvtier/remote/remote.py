@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 FIRST_FIND_KEYS: Final = 64
 FIND_GROWTH: Final = 4
 """A lookup asks the index for few keys first, then for so many times as many: most tails are nowhere."""
+GARBAGE_LOG_S: Final = 60.0
+"""Garbage in the index is logged so often at most."""
 LENT: Final = frozenset({TierKind.DRAM})
 """Peers read each other's arenas; what lies elsewhere is listed for operators."""
 MAX_FIND_BLOCKS: Final = 4096
@@ -139,6 +141,8 @@ class Remote:
         )
         self._is_open = life.is_registered
         self._is_stopped = False
+        self._garbage = 0
+        self._garbage_told_s = -GARBAGE_LOG_S
 
     def record(self) -> NodeRecord:
         """What this node says of itself now."""
@@ -223,6 +227,20 @@ class Remote:
         if not self.fenced.done():
             self.fenced.set_result(error)
 
+    def _note_garbage(self) -> None:
+        more = self.index.garbage - self._garbage
+        if not more:
+            return
+        self._garbage += more
+        self._metrics.index_garbage.inc(more)
+        now_s = self._clock()
+        if now_s >= self._garbage_told_s + GARBAGE_LOG_S:
+            self._garbage_told_s = now_s
+            log.warning(
+                "the index holds what no node has written: it is left out; see who else writes there",
+                values=self._garbage,
+            )
+
     def _count_fault(self, operation: str) -> None:
         self._metrics.index_faults.labels(operation).inc()
 
@@ -256,6 +274,7 @@ class Remote:
             self._count_fault("find")
             log.debug("the index did not answer a lookup", error=str(error) or "no answer in time")
             return None
+        self._note_garbage()
         usable = self._usable()  # a node may have died, or begun anew, while the index was asked
         counting = [[_lent(self._counting(its, usable)) for its in shard] for shard in places]
         if not any(any(shard) for shard in counting):

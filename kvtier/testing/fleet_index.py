@@ -56,6 +56,11 @@ class IndexClient(Index):
         self._local = shared.local
         self._site = site
 
+    @property
+    def garbage(self) -> int:
+        """See `Index`."""
+        return self._local.garbage
+
     async def _ask(self, operation: Callable[[], Awaitable[T]]) -> T:
         world = self._shared.world
 

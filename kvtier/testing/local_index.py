@@ -54,6 +54,11 @@ class LocalIndex(Index):
         self._dead_after_s = dead_after_s
         self._is_open = False
 
+    @property
+    def garbage(self) -> int:
+        """Only indexes write here."""
+        return 0
+
     async def open(self) -> None:
         """See `Index`."""
         self._is_open = True

@@ -62,6 +62,7 @@ def make_config(tmp_path: Path) -> MakeConfig:
             "dram_bytes": "64MiB",
             "index_prefix": prefix,
             "index_timeout_s": 2.0,
+            "heartbeat_s": values.get("dead_after_s", 15.0) / 3,
         }
         return Config(**(fields | values))
 

@@ -74,6 +74,11 @@ class Cuttable(Index):
         self.calls: list[str] = []
         self.sizes: list[int] = []
 
+    @property
+    def garbage(self) -> int:
+        """See `Index`."""
+        return self.inner.garbage
+
     async def _travel(self, call: str, size: int = 0) -> None:
         self.calls.append(call)
         self.sizes.append(size)
