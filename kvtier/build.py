@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from kvtier import logs
 from kvtier.config import Config
 from kvtier.core.cache import CacheCore
 from kvtier.core.config import CoreConfig, TierSpec
@@ -23,8 +25,12 @@ from kvtier.remote.life import Life
 from kvtier.remote.link import Peers
 from kvtier.remote.pulls import Puller
 from kvtier.remote.remote import Remote
+from kvtier.tiers import preflight
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.file import FileTier
+from kvtier.tiers.nvmeof import existing, inspect
+
+log = logs.get("build")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,7 @@ async def build(
     async with AsyncExitStack() as opened:
         tiers: list[Tier] = [arena]
         if config.nvme_paths:
+            await _look_below(config)
             tiers.append(file_tier(config, identity))
         for tier in tiers:
             opened.push_async_callback(tier.close)
@@ -111,6 +118,28 @@ async def build(
         )
         opened.pop_all()
         return node
+
+
+async def _look_below(config: Config) -> None:
+    """Say where I/O of the NVMe tier could block for longer than the tier waits, and what mends it."""
+
+    def look() -> list[preflight.Problem]:
+        return [
+            problem
+            for path in config.nvme_paths
+            for problem in preflight.problems(inspect(existing(path)), config.tier_deadline_s)
+        ]
+
+    try:
+        async with asyncio.timeout(config.tier_deadline_s):
+            found = await asyncio.to_thread(look)
+    except TimeoutError:
+        log.warning(
+            "the paths of the NVMe tier do not answer", paths=[str(path) for path in config.nvme_paths]
+        )
+        return
+    for problem in found:
+        log.warning("the NVMe tier's medium", where=problem.where, why=problem.why, todo=problem.todo)
 
 
 def file_tier(config: Config, identity: Identity) -> FileTier:
