@@ -115,6 +115,7 @@ class FileTier(Tier):
         self._is_open = False
         self._calls = 0
         self._keeping = asyncio.Lock()
+        self._left: Batch | None = None
         self._step: asyncio.Task[None] | None = None
         self._owed_drops: set[tuple[int, int]] = set()
 
@@ -208,9 +209,9 @@ class FileTier(Tier):
         found = file_recovery.Recovery(self._medium, self._extents)
         await self._keep(lambda scratch: found.read_tables())
         for jobs in (found.scans, found.checks):
-            await self._settled(self._io, jobs())
+            await self._settled(self._io, jobs(), leave=True)
         await self._keep(lambda scratch: found.drop_doubles())
-        await self._settled(self._io, self._zeroing(found.garbage))
+        await self._settled(self._io, self._zeroing(found.garbage), leave=True)
         for extent in self._extents:
             extent.epoch = -1
         self._epoch = found.epoch + 1
@@ -272,6 +273,7 @@ class FileTier(Tier):
             self._medium.extend()
         except OSError as error:
             self._health.quarantine(f"taking space failed: {error}")
+            raise TierFault(self._health.fault) from error
 
     # ---- faults
 
@@ -289,7 +291,7 @@ class FileTier(Tier):
             return False
         if not self._health.fault:
             return True
-        if self._calls or self._keeping.locked():
+        if self._calls or self._keeping.locked() or self._is_kept_busy:
             return False
         try:
             await self._keep(self._probe)
@@ -335,6 +337,7 @@ class FileTier(Tier):
                 extent = self._extents[slot.extent]
                 if extent.slot_bytes != slot.size_bytes:
                     extent.serve(slot.size_bytes)
+                    self._owed_drops = {place for place in self._owed_drops if place[0] != slot.extent}
                 extent.set_row(self._index(slot), None)
             await self._mark(slot.extent for slot in slots)
             moves = self._moves(slots, records, payloads)
@@ -397,29 +400,32 @@ class FileTier(Tier):
     async def _mark(self, numbers: Iterable[int]) -> None:
         """Return when the table says of these extents that they change in this epoch."""
         wanted = sorted(set(numbers))
-        for number in wanted:
-            extent = self._extents[number]
-            if extent.epoch != self._epoch and extent.marking is None:
-                extent.marking = asyncio.create_task(self._write_mark(number, extent))
-        tasks = [task for number in wanted if (task := self._extents[number].marking) is not None]
-        if tasks:
+        while True:  # a checkpoint, or another slot size, may come in between
+            for number in wanted:
+                extent = self._extents[number]
+                if extent.epoch != self._epoch and extent.marking is None:
+                    extent.marking = asyncio.create_task(self._write_mark(number, extent))
+            tasks = [task for number in wanted if (task := self._extents[number].marking) is not None]
+            if not tasks:
+                return
             await asyncio.wait(tasks)
             for task in tasks:
-                task.result()
+                if (error := task.result()) is not None:
+                    raise error
 
-    async def _write_mark(self, number: int, extent: Extent) -> None:
-        epoch, extent.epoch = self._epoch, self._epoch
-        page = file_format.pack_table_entry(self._medium.number, number, extent.entry)
+    async def _write_mark(self, number: int, extent: Extent) -> TierFault | None:
+        now = (self._epoch, extent.generation)
+        page = file_format.pack_table_entry(self._medium.number, number, extent.entry(self._epoch))
         stripe, offset_bytes = self._medium.table_page(number)
-        generation = extent.generation
-        done = False
         try:
             await self._settled(self._io, [lambda scratch: stripe.store(offset_bytes, page)])
-            done = True
+        except TierFault as error:
+            return error
         finally:
             extent.marking = None
-            if not done or (epoch, generation) != (self._epoch, extent.generation):
-                extent.epoch = -1
+        if now == (self._epoch, extent.generation):
+            extent.epoch = self._epoch
+        return None
 
     async def checkpoint(self) -> None:
         """See `kvtier.interfaces.Durable`; in the background, beside reads and writes."""
@@ -433,7 +439,8 @@ class FileTier(Tier):
             for number, extent in enumerate(self._extents)
             if extent.slot_bytes and not extent.busy and extent.marking is None
         ]
-        counters = (self._positions.next, self._written_ever_bytes, self._day, self._day_begin())
+        day_begin_bytes = self._day_begin()
+        counters = (self._positions.next, self._written_ever_bytes, self._day, day_begin_bytes)
         epoch = self._epoch
         await self._keep(lambda scratch: self._write_catalogues(epoch, covered, counters))
 
@@ -523,36 +530,45 @@ class FileTier(Tier):
                 extent.busy -= 1
 
     async def _keep(self, job: Job) -> None:
-        """One job on the keeper's thread, one at a time."""
+        """One job on the keeper's thread, one at a time; it has nobody's buffers: it may be left."""
         async with self._keeping:
-            await self._settled(self._keeper, [job])
+            if self._is_kept_busy:
+                raise TierFault(self._health.fault or "the device has not answered yet")
+            await self._settled(self._keeper, [job], leave=True)
 
-    async def _settled(self, pool: Pool | None, jobs: Sequence[Job]) -> None:
+    @property
+    def _is_kept_busy(self) -> bool:
+        """Whether a job that was left behind still runs."""
+        return self._left is not None and not self._left.has_ended
+
+    async def _settled(self, pool: Pool | None, jobs: Sequence[Job], *, leave: bool = False) -> None:
         """Do the jobs, and return or raise only when none of them runs any more.
 
         Whatever ends the wait early (cancellation, a device that does not answer) lets go what has not begun
-        and then goes on waiting for the rest: it still has the caller's buffers.
+        and then goes on waiting for the rest: it still has the caller's buffers. With `leave` it has not.
         """
         if not jobs:
             return
         if pool is None:
             raise TierFault("the file tier is not open")
         loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
+        ended = loop.create_future()
         batch = Batch(jobs, lambda: _tell(loop, ended))
         pool.submit(batch)
         cancelled: asyncio.CancelledError | None = None
         stuck = ""
-        waiting = asyncio.ensure_future(ended.wait())
-        while not waiting.done():
+        while not ended.done():
             try:
-                await asyncio.wait([waiting], timeout=self._health.deadline_s / 4)
+                await asyncio.wait([ended], timeout=self._health.deadline_s / 4)
             except asyncio.CancelledError as error:
                 cancelled = error
                 batch.abandon()
-            if not waiting.done() and self._health.is_stuck:
+            if not ended.done() and self._health.is_stuck:
                 stuck = self._health.fault
                 batch.abandon()
+                if leave and not batch.has_ended:
+                    self._left = batch
+                    raise TierFault(stuck)
         if cancelled is not None:
             raise cancelled
         if batch.error is not None:
@@ -573,8 +589,8 @@ def _read(run: list[Move], medium: bytes, scratch: Scratch) -> list[int]:
     return file_runs.read_run(run, medium, scratch)
 
 
-def _tell(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+def _tell(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
     try:
-        loop.call_soon_threadsafe(ended.set)
+        loop.call_soon_threadsafe(ended.set_result, None)
     except RuntimeError:  # the loop is closed: nobody waits any more
         return

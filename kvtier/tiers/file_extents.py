@@ -21,8 +21,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from kvtier.errors import TierFault
 from kvtier.tiers import file_format
-from kvtier.tiers.file_format import COVERED_DTYPE, HEADER_BYTES, Catalogue, Place, Rows, TableEntry
+from kvtier.tiers.file_format import COVERED_DTYPE, HEADER_BYTES, Catalogue, Rows, TableEntry
 from kvtier.types import PAGE_SIZE_BYTES, BlockRecord, Slot
 
 
@@ -51,12 +52,11 @@ class Extent:
         self.epoch = -1
         self.rows = bytearray()
         self.busy = 0
-        self.marking: asyncio.Task[None] | None = None
+        self.marking: asyncio.Task[TierFault | None] | None = None
 
-    @property
-    def entry(self) -> TableEntry:
-        """Its page of the table."""
-        return TableEntry(self.slot_bytes, self.generation, max(self.epoch, 0))
+    def entry(self, epoch: int) -> TableEntry:
+        """Its page of the table from this epoch on."""
+        return TableEntry(self.slot_bytes, self.generation, epoch)
 
     def serve(self, slot_bytes: int) -> None:
         """Begin anew with another slot size: nothing that was in it counts any more."""
@@ -117,7 +117,7 @@ def catalogue_of(
     extents: Sequence[tuple[int, Extent]], area_bytes: int, epoch: int, counters: tuple[int, int, int, int]
 ) -> Catalogue:
     """A checkpoint of as many of these extents of a stripe as fit; `counters` as in `Catalogue`."""
-    left = area_bytes - 2 * PAGE_SIZE_BYTES
+    left = area_bytes - PAGE_SIZE_BYTES
     covered: list[tuple[int, int, int, int, int]] = []
     rows: list[Rows] = []
     for number, extent in extents:
@@ -129,8 +129,3 @@ def catalogue_of(
         rows.append(held)
     every = np.concatenate([*rows, np.zeros((0, HEADER_BYTES), np.uint8)])
     return Catalogue(epoch, *counters, np.array(covered, COVERED_DTYPE), every)
-
-
-def place_of(extent_bytes: int, number: int, extent: Extent, index: int) -> Place:
-    """Where the slot `index` of an extent lies."""
-    return Place(number * extent_bytes + index * extent.slot_bytes, extent.slot_bytes, extent.generation)

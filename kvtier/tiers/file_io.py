@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NoReturn, TypeVar
 
 from kvtier.errors import AlreadyRunning, ConfigError, TierFault
 from kvtier.tiers import shm
@@ -246,16 +246,13 @@ class Stripe:
     def _call(self, what: str, function: Callable[[], _T]) -> _T:
         if fault := self._health.refusal():
             raise TierFault(fault)
-        self._health.begin()
         try:
-            return function()
+            with self._health.asking():
+                return function()
         except OSError as error:
             self._fail(what, error)
-            raise AssertionError from error
-        finally:
-            self._health.end()
 
-    def _fail(self, what: str, error: OSError) -> None:
+    def _fail(self, what: str, error: OSError) -> NoReturn:
         reason = f"{self.path}: {what} failed: {error.strerror or error}"
         self._health.quarantine(reason)
         raise TierFault(reason) from error
@@ -271,7 +268,8 @@ class Stripe:
 
     def free_bytes(self) -> int:
         """What the file system has left for this user."""
-        status = os.fstatvfs(self._fd)
+        with self._health.asking():
+            status = os.fstatvfs(self._fd)
         return status.f_bavail * status.f_frsize
 
     def file_system(self) -> int:
@@ -282,7 +280,8 @@ class Stripe:
         """Back a range of a slab file with space; False and as large as before where there is not enough."""
         before_bytes = self.size_bytes
         try:
-            os.posix_fallocate(self._fd, begin_bytes, end_bytes - begin_bytes)
+            with self._health.asking():
+                os.posix_fallocate(self._fd, begin_bytes, end_bytes - begin_bytes)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 os.ftruncate(self._fd, before_bytes)
@@ -299,7 +298,9 @@ class Stripe:
         try:
             for offset_bytes in range(begin_bytes, end_bytes, BLANK_BYTES):
                 chunk = _ZEROS[: min(BLANK_BYTES, end_bytes - offset_bytes)]
-                if os.pwrite(self._fd, chunk, offset_bytes) != chunk.nbytes:
+                with self._health.asking():
+                    taken = os.pwrite(self._fd, chunk, offset_bytes)
+                if taken != chunk.nbytes:
                     raise OSError(errno.ENOSPC, "short write")
         except OSError as error:
             os.ftruncate(self._fd, before_bytes)

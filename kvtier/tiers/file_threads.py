@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Final
 
+from kvtier import logs
 from kvtier.errors import TierFault
 
 WINDOW_BYTES: Final = 64 << 20
@@ -22,6 +23,8 @@ SCRATCH_BYTES: Final = 2 << 20
 """Page-aligned memory of each thread: headers, and what lies unaligned in the caller's memory."""
 
 _REFUSAL_POLL_S: Final = 0.05
+
+_log = logs.get("file")
 
 
 class Health:
@@ -57,9 +60,11 @@ class Health:
     def quarantine(self, reason: str) -> None:
         """From now on nothing is asked of the medium; the first reason stays."""
         with self._lock:
-            if not self._fault:
-                self._fault = reason
-                self.faults += 1
+            if self._fault:
+                return
+            self._fault = reason
+            self.faults += 1
+        _log.warning("the NVMe tier is quarantined", reason=reason)
 
     def clear(self) -> None:
         """The medium works again."""
@@ -79,15 +84,17 @@ class Health:
         finally:
             self._prober = 0
 
-    def begin(self) -> None:
-        """This thread enters the kernel."""
-        self._begun[threading.get_ident()] = self._clock_s()
-
-    def end(self) -> None:
-        """It is back."""
-        took_s = self._clock_s() - self._begun.pop(threading.get_ident())
-        if took_s > self.deadline_s:
-            self.quarantine(f"an operation of the device took {took_s:.1f} s")
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Inside, this thread is in the kernel."""
+        begun_s = self._begun[threading.get_ident()] = self._clock_s()
+        try:
+            yield
+        finally:
+            del self._begun[threading.get_ident()]
+            took_s = self._clock_s() - begun_s
+            if took_s > self.deadline_s:
+                self.quarantine(f"an operation of the device took {took_s:.1f} s")
 
     def _oldest_s(self) -> float:
         begun = list(self._begun.values())
@@ -171,6 +178,11 @@ class Batch:
         with self._lock:
             self._jobs.clear()
         self._settle()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of it runs, or ever will."""
+        return self._ended
 
     def work(self, scratch: Scratch) -> None:
         """Do jobs until there are none; called by threads of the pool."""

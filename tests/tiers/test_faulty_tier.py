@@ -13,7 +13,7 @@ from kvtier.errors import TierFault
 from kvtier.testing.faulty_tier import FaultyTier
 from kvtier.testing.tier_tests import read_all, record_of, slot_of, write_all
 from kvtier.types import Slot
-from tests.tiers.test_file import make_file_tier
+from tests.tiers.file_harness import make_file_tier
 
 PAYLOADS = [b"one" * 1000, b"two" * 1000]
 
