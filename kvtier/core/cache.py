@@ -276,6 +276,8 @@ class CacheCore:
         self._check_request_id(event.request)
         reply = self.leases.load(event, self._next_id, engine, now_s)
         self._next_id += 1
+        if self.demotes and reply.lease:
+            self.demotes[0].used(self.leases.leases[reply.lease].blocks[-1])
         return [reply]
 
     def _acquire(self, event: m.Acquire, now_s: float) -> list[m.Action]:
@@ -416,7 +418,7 @@ class CacheCore:
     def _tier_up(self, event: m.TierUp, now_s: float) -> list[m.Action]:
         self._lower(event.tier).is_down = False
         for demotes in self.demotes:
-            demotes.room_made()
+            demotes.back()
         return self._all(now_s)
 
     def _grow(self, event: m.Grow, now_s: float) -> list[m.Action]:

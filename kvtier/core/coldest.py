@@ -10,10 +10,10 @@ from kvtier.types import BlockId
 
 
 class Coldest:
-    """A policy that remembers besides which candidates wait to be looked at for a demote.
+    """A policy that remembers besides which blocks wait to be looked at for a demote.
 
     Eviction follows `policy` alone. Demotes follow the latest access, whatever the policy: what they pass
-    over is looked at again when it is a candidate anew, that is after its next access.
+    over is looked at again when it is a candidate anew, or was read, that is after its next access.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -40,16 +40,15 @@ class Coldest:
         return self.policy.victim()
 
     def check(self, candidates: Mapping[BlockId, int]) -> None:
-        """Assert that both know the candidates, and no others."""
+        """See `Policy.check`."""
         self.policy.check(candidates)
-        waiting = self._waiting.candidates()
-        assert waiting.items() <= candidates.items(), "something waits for a demote that is no candidate"
-        self._waiting.check(waiting)
+        self._waiting.check(self._waiting.candidates())
 
     # ---- for demotes
 
     def wait(self, block: BlockId, accessed: int) -> None:
-        """Look at this candidate again."""
+        """Look at this block, which is resident."""
+        self._waiting.forget(block)
         self._waiting.add(block, accessed, 0, 0)
 
     def peek(self) -> BlockId | None:

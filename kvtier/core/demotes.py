@@ -202,8 +202,8 @@ class Demotes:
 
     @staticmethod
     def _wait(leaf: Block) -> None:
-        """It is looked at again, if it still is a candidate."""
-        if leaf.candidate and not leaf.orphan:
+        """It is looked at (again) when its turn comes."""
+        if leaf.state == RESIDENT and not leaf.orphan and not leaf.replica:
             coldest = leaf.pool().coldest
             assert coldest is not None
             coldest.wait(leaf.id, leaf.last)
@@ -216,6 +216,7 @@ class Demotes:
         Targets that were not written give their slots back only now.
         """
         entry = self.running.pop(event.demote)
+        self.room_made()
         assert all(0 <= i < len(entry.sources) for i in (*event.written, *event.corrupt))
         written = set(event.written) - entry.lost - set(event.corrupt)
         lower = self.lower
@@ -243,6 +244,15 @@ class Demotes:
                 if source is block:
                     entry.lost.add(index)
 
+    def used(self, block: Block) -> None:
+        """A prefix was read that ends in `block`, which need not be a leaf: it may have passed just now."""
+        if self._config.admit_after_uses > 1:
+            self._wait(block)
+
     def room_made(self) -> None:
-        """Slots of the lower tier have become free, or it is back."""
+        """Slots of the lower tier have become free."""
+        self._full_until_s = 0.0
+
+    def back(self) -> None:
+        """The lower tier works again."""
         self._failed_until_s = self._full_until_s = 0.0

@@ -103,15 +103,6 @@ class LowerTier(Residency):
 
     # ---- eviction
 
-    def evict(self, block: Block) -> None:
-        """Drop an unguarded leaf; if the tier above still has it, it may come down again."""
-        twin = self._twin(block)
-        super().evict(block)
-        if twin is not None and twin.candidate and not twin.orphan and not twin.replica:
-            coldest = twin.pool().coldest
-            assert coldest is not None
-            coldest.wait(twin.id, twin.last)
-
     def _victim(self, policy: Policy) -> Block | None:
         """The policy's victim, but what was used in the tier above meanwhile is as young here as there."""
         block = super()._victim(policy)

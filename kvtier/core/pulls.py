@@ -96,7 +96,7 @@ class Pulls(Plans):
             raise UnknownId("the request was released, loaded or asked anew while the index was asked")
         tail, short = self._plan(lookup, event.first, event.places, self.pulling, engine, now_s)
         offer, pulls = self._start(tail, short, lookup, event.first, engine, first_id, now_s)
-        if offer.reason == "missing" and self._lower and self.is_below(lookup, offer.blocks):
+        if offer.reason == "missing" and lookup.block_compute_s and self.is_below(lookup, offer.blocks):
             offer = replace(offer, reason="slow")  # or it would have been fetched before anybody was asked
         return offer, pulls
 

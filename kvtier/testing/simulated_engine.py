@@ -10,12 +10,14 @@ import hashlib
 import random
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from kvtier.core import messages as m
 from kvtier.errors import UnknownId
 from kvtier.testing.simulated_node import CORRUPT, SimulatedNode, Violation, Writer, content, pages_of
 from kvtier.types import BlockId, Key, Layout, LayoutKind, LayoutOrder, Slot
+
+_POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,10 @@ class SimulatedEngine:
         request = f"{self.name}/{self.rng.getrandbits(64):x}"
         shards = self.rng.randint(1, self.shards)
         for _ in range(self.rng.choice((1, 1, 1, 2))):
-            reply = yield Call(m.Lookup(self.name, request, keys, shards, self.fingerprint))
+            compute_s = 0.0
+            if self.node.below is not None:
+                compute_s = self.rng.choice((0.0, 0.0, 0.1, 1e-6))
+            reply = yield Call(m.Lookup(self.name, request, keys, shards, self.fingerprint, compute_s))
             if not isinstance(reply, m.Offered) or not reply.blocks:
                 yield from self._after_fault(reply)
                 return
@@ -169,21 +174,51 @@ class SimulatedEngine:
         if self.rng.random() < 0.03:
             return
         wrong: dict[Key, list[object]] = {}
-        for key, slot, checksum in zip(keys, reply.slots, reply.checksums, strict=False):
-            yield self._pause(may_stall=True)
-            tokens = [self.node.read(page) for page in pages_of(slot)]
-            expected = [content(BlockId(key, shard), number) for number in range(len(tokens))]
-            if tokens != expected or checksum != key[:16]:
-                wrong[key] = tokens
+        yield from self._read(keys, reply.slots, reply.checksums, shard, wrong)
+        told = len(reply.slots)
+        if reply.coming:
+            told = yield from self._read_what_comes(reply, keys, shard, wrong)
         if self.rng.random() < 0.15:
             yield Sleep(self.rng.uniform(0, 3 * self.node.config.lease_ttl_s))
         release = m.Release(self.call_id(), self.name, reply.lease, None, list(wrong), shard)
         ended = yield Call(release)
         if isinstance(ended, m.Released) and ended.valid:
-            self.loaded += len(reply.slots) - len(wrong)
+            self.loaded += told - len(wrong)
             for key, tokens in wrong.items():
                 if CORRUPT not in tokens:
                     raise Violation(f"a valid load of {key.hex()[:8]} returned {tokens}")
+
+    def _read(
+        self,
+        keys: Sequence[Key],
+        slots: Sequence[Slot],
+        checksums: Sequence[bytes],
+        shard: int,
+        wrong: dict[Key, list[object]],
+    ) -> Task:
+        for key, slot, checksum in zip(keys, slots, checksums, strict=False):
+            yield self._pause(may_stall=True)
+            tokens = [self.node.read(page) for page in pages_of(slot)]
+            expected = [content(BlockId(key, shard), number) for number in range(len(tokens))]
+            if tokens != expected or checksum != key[:16]:
+                wrong[key] = tokens
+
+    def _read_what_comes(
+        self, leased: m.Leased, keys: Sequence[Key], shard: int, wrong: dict[Key, list[object]]
+    ) -> Generator[Sleep | Call, Any, int]:
+        """Read blocks as their slots are told, until all are, or the lease's time is over."""
+        told, waited_s, seen = len(leased.slots), 0.0, 0
+        while waited_s < leased.lease_ttl_s:
+            readies = self.node.readies.get(leased.lease, [])
+            for ready in readies[seen:]:
+                yield from self._read(keys[ready.first :], ready.slots, ready.checksums, shard, wrong)
+                told = ready.first + len(ready.slots)
+                if ready.is_last:
+                    return told
+            seen = len(readies)
+            yield Sleep(_POLL_S)
+            waited_s += _POLL_S
+        return told
 
     def _after_fault(self, reply: object) -> Task:
         if isinstance(reply, UnknownId) and "register" in str(reply):

@@ -7,6 +7,7 @@ sizes overlap in pages, exactly as they do in memory, so a slot that is used twi
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -14,13 +15,15 @@ from kvtier.core import messages as m
 from kvtier.core.cache import CacheCore
 from kvtier.core.config import CoreConfig, TierSpec
 from kvtier.errors import KvtierError
-from kvtier.types import PAGE_SIZE_BYTES, BlockId, Key, Slot, TierKind
+from kvtier.types import PAGE_SIZE_BYTES, BlockId, BlockRecord, Key, Slot, TierKind
 
 CORRUPT: Final = "corrupt"
 Token = object
 PageId = tuple[int, int]
 Writer = tuple[object, int]
-"""The engine, and a number for each of its copies."""
+"""The engine or daemon, and a number for each of its copies."""
+DISK: Final = 1 << 20
+"""Arena of the tier below, which no restart empties."""
 
 
 class Violation(AssertionError):
@@ -48,6 +51,18 @@ class LiveLease:
     deadline_s: float
 
 
+@dataclass(slots=True, eq=False)
+class Reading:
+    """A demote or fetch that reads slots, which nobody may write before it ends."""
+
+    blocks: dict[BlockId, set[PageId]]
+    all: list[Reading]
+
+    def end(self) -> None:
+        """It reads no more."""
+        self.all.remove(self)
+
+
 @dataclass(slots=True)
 class LiveHold:
     """An offer: a load of these keys must find at least `blocks` of them until `deadline_s`."""
@@ -60,29 +75,59 @@ class LiveHold:
 class SimulatedNode:
     """One daemon after another on one machine; arenas of earlier ones stay mapped by engines."""
 
-    def __init__(self, rng: random.Random, config: CoreConfig, tier: TierSpec) -> None:
+    def __init__(
+        self, rng: random.Random, config: CoreConfig, tier: TierSpec, below: TierSpec | None = None
+    ) -> None:
         self.rng = rng
         self.config = config
         self.tier = tier
+        self.below = below
         self.incarnation = 0
         self.arenas: dict[int, list[Token]] = {}
+        self.headers: dict[Slot, BlockRecord] = {}
+        self.torn: set[Slot] = set()
+        self.readings: list[Reading] = []
+        if below is not None:
+            self.arenas[DISK] = ["empty"] * (below.capacity_bytes // PAGE_SIZE_BYTES)
         self.writers: dict[PageId, Writer] = {}
         self.counts: dict[str, int] = {}
         self.start()
 
-    def start(self) -> None:
-        """A new daemon with an empty cache and a new arena; it may get all of its bytes only later."""
+    def start(self, now_s: float = 0.0) -> None:
+        """A new daemon with an empty cache and a new arena; it may get all of its bytes only later.
+
+        Its tier below has what it had, as far as it was written down.
+        """
         self.incarnation += 1
+        self.daemon = object()
+        self.writers = {page: writer for page, writer in self.writers.items() if page[0] != DISK}
+        self.readings.clear()
+        self.is_told_down = False
         whole = self.tier.capacity_bytes // self.tier.extent_bytes
         extents = self.rng.randint(max(1, whole // 2), whole)
         tier = replace(self.tier, arena=self.incarnation, allocated_bytes=extents * self.tier.extent_bytes)
         self.arenas[self.incarnation] = ["empty"] * (self.tier.capacity_bytes // PAGE_SIZE_BYTES)
         if self.incarnation > 1 and self.rng.random() < 0.5:
             self.arenas[self.incarnation - 1][:] = ["punched"] * len(self.arenas[self.incarnation - 1])
-        self.core = CacheCore(self.config, [tier], seed=self.incarnation)
+        tiers = [tier] if self.below is None else [tier, self.below]
+        self.core = CacheCore(self.config, tiers, seed=self.incarnation)
         self.replies: dict[tuple[str, bytes], m.Action] = {}
         self.leases: dict[int, LiveLease] = {}
         self.holds: dict[str, LiveHold] = {}
+        self.fetches: dict[int, tuple[m.Fetch, int]] = {}
+        self.readies: dict[int, list[m.Ready]] = {}
+        if self.below is not None:
+            self._recover(now_s)
+
+    def _recover(self, now_s: float) -> None:
+        """What the disk holds, in any order; some of it was never written down, or is told twice."""
+        found = [item for item in self.headers.items() if self.rng.random() < 0.95]
+        self.rng.shuffle(found)
+        found += found[: self.rng.choice((0, 0, 2))]
+        while found:
+            batch, found = found[:5], found[5:]
+            self.handle(m.Recovered(TierKind.NVME, batch, is_last=False), now_s, check=False)
+        self.handle(m.Recovered(TierKind.NVME, [], is_last=True), now_s, check=False)
 
     def handle(self, event: m.Event, now_s: float, *, check: bool = True) -> tuple[Any, list[m.Instruction]]:
         """Let the core handle one event and judge the answer: (reply or fault or None, instructions)."""
@@ -98,13 +143,17 @@ class SimulatedNode:
         instructions: list[m.Instruction] = []
         reply: m.Action | None = None
         for action in actions:
-            if isinstance(action, m.Drop | m.Verify | m.Lost):
+            if isinstance(action, m.Drop | m.Verify | m.Lost | m.Fetch | m.Demote):
                 instructions.append(action)
+            elif isinstance(action, m.Ready):
+                self._ready(action)
             else:
                 reply = action
         for instruction in instructions:
             if isinstance(instruction, m.Lost):
                 self._lost(instruction)
+            elif isinstance(instruction, m.Fetch | m.Demote):
+                self._copies(instruction)
         self._after(event, reply, now_s)
         if check:
             self.core.check()
@@ -121,6 +170,9 @@ class SimulatedNode:
         for lease in self.leases.values():
             if page in lease.pages and self.arenas[page[0]][page[1]] != CORRUPT:
                 raise Violation(f"a copy runs into page {page}, which is leased")
+        for reading in self.readings:
+            if any(page in pages for pages in reading.blocks.values()):
+                raise Violation(f"a copy runs into page {page}, which another copy reads")
         self.arenas[page[0]][page[1]] = token
 
     def copy_begins(self, slot: Slot, writer: Writer) -> None:
@@ -135,6 +187,14 @@ class SimulatedNode:
         for page in pages_of(slot):
             if self.writers.get(page) == writer:
                 del self.writers[page]
+
+    def reads(self, slots: Sequence[Slot], records: Sequence[BlockRecord]) -> Reading:
+        """A demote or fetch begins to read these slots."""
+        pages = [set(pages_of(slot)) for slot in slots]
+        blocks = {record.block: its for record, its in zip(records, pages, strict=True)}
+        reading = Reading(blocks, self.readings)
+        self.readings.append(reading)
+        return reading
 
     # ---- what must hold
 
@@ -171,6 +231,14 @@ class SimulatedNode:
                     self.holds.pop(event.request, None)
             case m.Reserve(), m.Reserved():
                 self._granted(reply)
+            case m.Arrived(), _:
+                fetch, arrived = self.fetches[event.pull]
+                self.fetches[event.pull] = (fetch, arrived + len(event.checksums))
+                self._count("fetched", len(event.checksums))
+            case m.Overdue() | m.PullEnded(), _:
+                self._cut(event)
+            case m.Demoted(), _:
+                self._count("demoted", len(event.written))
             case m.Evict(), m.Evicted():
                 self._count("evicted by hand", reply.blocks)
 
@@ -178,34 +246,81 @@ class SimulatedNode:
         hold = self.holds.get(event.request)
         if hold is not None and now_s < hold.deadline_s:
             asked = [key == held for key, held in zip(event.keys, hold.keys[: hold.blocks], strict=False)]
-            if all(asked) and len(reply.slots) < len(asked):
+            if all(asked) and len(reply.slots) + reply.coming < len(asked):
                 raise Violation(f"{len(asked)} blocks were held, {len(reply.slots)} are here")
         if reply.lease and reply.lease not in self.leases:
             blocks = [BlockId(key, event.shard) for key in event.keys[: len(reply.slots)]]
             pages = {page for slot in reply.slots for page in pages_of(slot)}
             self.leases[reply.lease] = LiveLease(event.engine, blocks, pages, now_s + reply.lease_ttl_s)
 
+    def _ready(self, ready: m.Ready) -> None:
+        """More of a lease has come: it is protected like the rest."""
+        self.readies.setdefault(ready.lease, []).append(ready)
+        lease = self.leases.get(ready.lease)
+        if lease is not None:
+            for slot in ready.slots:
+                lease.pages.update(pages_of(slot))
+
     def _granted(self, reply: m.Reserved) -> None:
         for slot in reply.slots:
-            if slot is None:
-                continue
-            self._count("granted")
-            pages = set(pages_of(slot))
-            if pages & self.writers.keys():
-                raise Violation(f"slot {slot} was granted while a copy into it still runs")
-            for lease in self.leases.values():
-                if pages & lease.pages:
-                    raise Violation(f"slot {slot} was granted while it is leased")
+            if slot is not None:
+                self._count("granted")
+                self._given(slot)
+
+    def _given(self, slot: Slot) -> None:
+        """Somebody may write the slot from now on, so nobody else may write or read it."""
+        pages = set(pages_of(slot))
+        if pages & self.writers.keys():
+            raise Violation(f"slot {slot} was granted while a copy into it still runs")
+        for lease in self.leases.values():
+            if pages & lease.pages:
+                raise Violation(f"slot {slot} was granted while it is leased")
+        for reading in self.readings:
+            if any(pages & its for its in reading.blocks.values()):
+                raise Violation(f"slot {slot} was granted while it is being copied")
+
+    def _copies(self, action: m.Fetch | m.Demote) -> None:
+        if self.is_told_down:
+            raise Violation(f"{type(action).__name__} while the tier is down")
+        for slot in action.slots:
+            self._given(slot)
+        self._count(f"{type(action).__name__} begun")
+        if isinstance(action, m.Fetch):
+            self.fetches[action.pull] = (action, 0)
+
+    def _cut(self, event: m.Overdue | m.PullEnded) -> None:
+        """What was on its way does not come: no offer of it holds any longer."""
+        fetch, arrived = self.fetches[event.pull]
+        gone = {record.block.key for record in fetch.records[arrived:]}
+        self.holds = {id: hold for id, hold in self.holds.items() if gone.isdisjoint(hold.keys)}
+        if isinstance(event, m.PullEnded):
+            del self.fetches[event.pull]
+            wrong = {BlockId(key, fetch.records[0].block.shard) for key in event.wrong}
+            self._count("wrong", len(wrong))
+            self._read_no_more(wrong, DISK)
+            if any(its.block in wrong and its.tier is TierKind.NVME for its in self.core.places(event.wrong)):
+                raise Violation("a block that was found to be wrong is still there")
+
+    def _read_no_more(self, blocks: set[BlockId], arena: int) -> None:
+        """These were found to be wrong: their slots may go to others while somebody still reads them."""
+        for reading in self.readings:
+            for block in blocks & reading.blocks.keys():
+                if any(page[0] == arena for page in reading.blocks[block]):
+                    del reading.blocks[block]
 
     def _lost(self, lost: m.Lost) -> None:
         self._count("lost", len(lost.blocks))
+        self._read_no_more(set(lost.blocks), self.incarnation)
         for block in lost.blocks:
             self.leases = {id: lease for id, lease in self.leases.items() if block not in lease.blocks}
             self.holds = {id: hold for id, hold in self.holds.items() if block.key not in hold.keys}
 
     def corrupt_something(self) -> None:
         """A bit flips in a page that holds a block."""
-        arena = self.arenas[self.incarnation]
+        number = self.incarnation
+        if self.below is not None and self.rng.random() < 0.5:
+            number = DISK
+        arena = self.arenas[number]
         full = [i for i, token in enumerate(arena) if isinstance(token, tuple)]
         if full:
             self._count("flipped")
@@ -223,8 +338,17 @@ class SimulatedNode:
     def delete(self, drop: m.Drop) -> None:
         """What a tier does that cannot free at once."""
         for slot in drop.slots:
+            if slot.arena == DISK:
+                self.forget_headers(slot)
             for page in pages_of(slot):
                 self.write(page, "deleted", (self, 0))
+
+    def forget_headers(self, slot: Slot) -> None:
+        """Nothing of what lies in these pages of the disk is whole any more."""
+        pages = set(pages_of(slot))
+        for other in [other for other in {*self.headers, *self.torn} if pages & set(pages_of(other))]:
+            self.headers.pop(other, None)
+            self.torn.discard(other)
 
     def bury(self, writer_of: object) -> None:
         """Proof of death: none of this engine's copies goes on."""
@@ -242,8 +366,9 @@ class SimulatedNode:
                     raise Violation(f"{getattr(tier, f'{state}_bytes')} {state} bytes are left at the end")
         if stats.engines or stats.holds or stats.leases or stats.pins:
             raise Violation("engines, holds, leases or pins are left at the end")
-        tiers = self.core.residency.tiers[TierKind.DRAM]
-        if len(tiers.free_extents) != len(tiers.extents):
-            raise Violation("an extent was not given back")
-        if any(self.core.residency.shards.values()):
-            raise Violation("a ghost is left at the end")
+        for residency in (self.core.residency, *self.core.lower):
+            for tier_map in residency.tiers.values():
+                if len(tier_map.free_extents) != len(tier_map.extents):
+                    raise Violation("an extent was not given back")
+            if any(residency.shards.values()):
+                raise Violation("a ghost is left at the end")

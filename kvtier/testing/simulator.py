@@ -21,7 +21,8 @@ from typing import Any
 from kvtier.core import messages as m
 from kvtier.core.config import CoreConfig, TierSpec
 from kvtier.testing.simulated_engine import SimulatedEngine, Sleep, Task, make_chain, make_layout
-from kvtier.testing.simulated_node import SimulatedNode
+from kvtier.testing.simulated_node import DISK, SimulatedNode
+from kvtier.testing.simulated_tier import SimulatedTier
 from kvtier.types import PAGE_SIZE_BYTES, TierKind
 
 CALL_TIMEOUT_S = 0.5
@@ -60,9 +61,11 @@ class Simulation:
         Decides everything: sizes, times, who does what, and what goes wrong.
     check_every
         `CacheCore.check` after each event, or after every so many.
+    below
+        Whether there is a tier below; None: the seed decides that, too.
     """
 
-    def __init__(self, seed: int, check_every: int = 1) -> None:
+    def __init__(self, seed: int, check_every: int = 1, below: bool | None = None) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
         self.now_s = 0.0
@@ -76,22 +79,48 @@ class Simulation:
         self.loss = self.rng.choice((0.0, 0.02, 0.1))
         self.repeats = self.rng.choice((0.0, 0.1))
         ttl_s = self.rng.choice((1.0, 3.0))
+        if below is None:
+            below = bool(seed % 3)
+        more = self._below(seed) if below else {}
         config = CoreConfig(
             lease_ttl_s=ttl_s,
             hold_ttl_s=ttl_s,
             reservation_ttl_s=self.rng.choice((1.0, 3.0)),
             max_leased_fraction=self.rng.choice((0.3, 0.6, 1.0)),
             max_unfinished_fraction=self.rng.choice((0.3, 1.0)),
+            **more,
         )
         extent_bytes = PAGE_SIZE_BYTES * self.rng.choice((4, 6, 8))
         capacity_bytes = extent_bytes * self.rng.choice((4, 8, 16))
+        if below:
+            capacity_bytes = min(capacity_bytes, 4 * extent_bytes)  # so that much has to go down
         frees_at_once = self.rng.random() < 0.6
         tier = TierSpec(TierKind.DRAM, capacity_bytes, capacity_bytes, extent_bytes, frees_at_once)
         self.layouts = [make_layout(pages) for pages in self.rng.choice(((1,), (1, 2), (1, 2, 3)))]
         self.shards = self.rng.choice((1, 1, 2))
-        self.node = SimulatedNode(self.rng, config, tier)
+        self.node = SimulatedNode(self.rng, config, tier, self._disk(extent_bytes) if below else None)
+        self.tier = SimulatedTier(self)
         self.engines: list[SimulatedEngine] = []
         self.everyone: list[SimulatedEngine] = []
+
+    def _below(self, seed: int) -> dict[str, Any]:
+        rng = random.Random(f"below/{seed}")
+        return {
+            "demote_high_fraction": rng.choice((0.05, 0.3, 0.6)),
+            "admit_after_uses": rng.choice((1, 1, 2)),
+            "max_demotes": rng.choice((1, 3)),
+            "demote_batch_bytes": PAGE_SIZE_BYTES * rng.choice((1, 4, 16)),
+            "max_fetches": rng.choice((2, 8)),
+            "max_fetched_fraction": rng.choice((0.3, 1.0)),
+        }
+
+    def _disk(self, extent_bytes: int) -> TierSpec:
+        extent_bytes += 2 * PAGE_SIZE_BYTES
+        size = extent_bytes * self.rng.choice((3, 8, 24))
+        frees_at_once = self.rng.random() < 0.3
+        return TierSpec(
+            TierKind.NVME, size, size, extent_bytes, frees_at_once, DISK, PAGE_SIZE_BYTES, outlives=True
+        )
 
     # ---- clock and tasks
 
@@ -132,7 +161,7 @@ class Simulation:
     def _deliver(self, call: PendingCall) -> None:
         if call.engine.dead:
             return  # its connection is gone, and so is what was in it
-        reply = self._handle(call.request)
+        reply = self.handle(call.request)
         if self.rng.random() >= self.loss:
             self.after(self.rng.expovariate(500), lambda: self._answer(call, reply))
 
@@ -151,7 +180,8 @@ class Simulation:
 
     # ---- the node
 
-    def _handle(self, event: m.Event) -> Any:
+    def handle(self, event: m.Event) -> Any:
+        """Let the node handle an event, and see to what it is told to do; returns the reply or fault."""
         check = self.steps % self.check_every == 0
         reply, instructions = self.node.handle(event, self.now_s, check=check)
         incarnation = self.node.incarnation
@@ -161,16 +191,20 @@ class Simulation:
                 self.after(delay_s, lambda v=instruction: self._verify(v, incarnation))  # type: ignore[misc]
             elif isinstance(instruction, m.Drop):
                 self.after(delay_s, lambda d=instruction: self._drop(d, incarnation))  # type: ignore[misc]
+            elif isinstance(instruction, m.Demote):
+                self.tier.run(self.tier.demote(instruction))
+            elif isinstance(instruction, m.Fetch):
+                self.tier.run(self.tier.fetch(instruction))
         return reply
 
     def _verify(self, instruction: m.Verify, incarnation: int) -> None:
         if incarnation == self.node.incarnation:
-            self._handle(m.Verified(instruction.verify, self.node.verify(instruction)))
+            self.handle(m.Verified(instruction.verify, self.node.verify(instruction)))
 
     def _drop(self, drop: m.Drop, incarnation: int) -> None:
         if incarnation == self.node.incarnation:
             self.node.delete(drop)
-            self._handle(m.Dropped(drop.tier, drop.slots))
+            self.handle(m.Dropped(drop.tier, drop.slots))
 
     # ---- what happens by itself
 
@@ -211,16 +245,24 @@ class Simulation:
         engine.dead = True
         self.engines.remove(engine)
         self.node.bury(engine)
-        self._handle(m.EngineDied(engine.name))
+        self.handle(m.EngineDied(engine.name))
 
     def _restart(self) -> None:
-        self.node.start()
+        self.node.start(self.now_s)
+        if self.node.below is not None:
+            self.tier.restarted()
+
+    def _break_or_mend(self) -> None:
+        if self.tier.is_down:
+            self.tier.come_back()
+        elif self.rng.random() < 0.3:
+            self.tier.go_down()
 
     def _grow(self) -> None:
         tier = self.node.core.stats().tiers[0]
         if tier.allocated_bytes < tier.capacity_bytes:
             more = min(tier.capacity_bytes, tier.allocated_bytes + self.node.tier.extent_bytes)
-            self._handle(m.Grow(tier.kind, more))
+            self.handle(m.Grow(tier.kind, more))
 
     def _administer(self) -> None:
         keys = make_chain(self.rng.choice(self.layouts), [self.rng.randrange(2) for _ in range(4)])
@@ -231,21 +273,23 @@ class Simulation:
             m.Unpin(id, None, keys),
             m.Evict(id, keys),
         ]
-        self._handle(self.rng.choice(requests))
+        self.handle(self.rng.choice(requests))
 
     # ---- the history
 
     def run(self, steps: int) -> Result:
         """So many events, then peace: all engines die, all times run out, and nothing may be left."""
-        self._every(0.3, lambda: self._handle(m.Tick()), always=True)
+        self._every(0.3, lambda: self.handle(m.Tick()), always=True)
         self._every(0.05, self._work)
         self._every(1.0, self._join)
         self._every(self.rng.choice((3.0, 20.0)), self._kill)
         self._every(self.rng.choice((1.5, 15.0, 1000.0)), self._restart)
         self._every(self.rng.choice((3.0, 1000.0)), self.node.corrupt_something)
         self._every(2.0, self._administer)
-        self._every(1.0, lambda: self._handle(m.Scrub(2)))
+        self._every(1.0, lambda: self.handle(m.Scrub(2)))
         self._every(2.0, self._grow)
+        if self.node.below is not None:
+            self._every(2.0, self._break_or_mend)
         self._join()
         while self.steps < steps:
             self._step()
@@ -268,11 +312,22 @@ class Simulation:
             self._step()
         assert self.tasks == 0, "a simulated task never ended"
         for chain in self._all_chains():
-            self._handle(m.Evict(self.rng.randbytes(16), chain))
+            self.handle(m.Evict(self.rng.randbytes(16), chain))
+        if self.node.below is not None:
+            self._evict_again()
         end_s = self.now_s + 60.0
         while self.now_s < end_s:
             self._step()
         self.node.assert_empty(self.now_s)
+
+    def _evict_again(self) -> None:
+        """What was being copied at the first time has ended by now."""
+        for _ in range(3):
+            end_s = self.now_s + 20.0
+            while self.now_s < end_s:
+                self._step()
+            keys = [key for keys in self.node.core.ids().values() for key in keys]
+            self.handle(m.Evict(self.rng.randbytes(16), keys or [bytes(32)]))
 
     def _all_chains(self) -> Iterator[list[bytes]]:
         for layout in self.layouts:

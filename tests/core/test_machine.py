@@ -4,12 +4,16 @@ The model: a key of a shard is visible iff it was committed or has arrived, and 
 nor lost since, and a prompt can load the leading keys that are visible, and those that pulls bring. What the
 core evicts by itself is learnt from it, but never a protected block, never anything while there is room,
 never a block before those that continue it. What is published is what is visible.
+
+There may be a tier below. It has its own model, of what demotes have written, were said to have been found
+at the start, and nobody dropped since; what fetches bring from there comes like what pulls bring.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from hypothesis import HealthCheck, settings
@@ -19,8 +23,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtier.core import messages as m
 from kvtier.core.cache import CacheCore
 from kvtier.core.config import CoreConfig, TierSpec
+from kvtier.core.stats import BlockPlace
 from kvtier.errors import Conflict, LimitExceeded, UnknownId
-from kvtier.types import Key, Layout, LayoutKind, LayoutOrder, Location, TierKind
+from kvtier.types import BlockId, BlockRecord, Key, Layout, LayoutKind, LayoutOrder, Location, Slot, TierKind
 
 PAGE = 4096
 ENGINES = {"a": 1, "b": 1, "c": 2}
@@ -65,6 +70,26 @@ class Read:
     waits: bool
 
 
+@dataclass
+class Coming:
+    """What a pull or a fetch brings; nobody waits for the rest of one that is overdue."""
+
+    shard: int
+    keys: list[Key]
+    fetch: m.Fetch | None = None
+    arrived: int = 0
+    is_overdue: bool = False
+
+
+@dataclass
+class Going:
+    """A demote; of what was lost above meanwhile nobody knows what was copied."""
+
+    demote: m.Demote
+    names: list[tuple[int, Key]]
+    lost: set[int] = field(default_factory=set)
+
+
 class CoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -75,9 +100,12 @@ class CoreMachine(RuleBasedStateMachine):
         self.reservations: dict[int, tuple[str, int, dict[Key, Key | None], float]] = {}
         self.leases: dict[int, Read] = {}
         self.finds: list[m.Find] = []
-        self.pulls: dict[int, tuple[m.Pull, int]] = {}
+        self.pulls: dict[int, Coming] = {}
         self.replicas: set[tuple[int, Key]] = set()
-        self.published: set[tuple[int, Key]] = set()
+        self.published: dict[tuple[int, Key], TierKind] = {}
+        self.below: dict[tuple[int, Key], Key | None] = {}  # as `visible`
+        self.demotes: dict[int, Going] = {}
+        self.is_down = False
         self.invalid: set[int] = set()
         self.verifies: list[m.Verify] = []
         self.drops: list[m.Drop] = []
@@ -90,9 +118,27 @@ class CoreMachine(RuleBasedStateMachine):
         pulled=st.sampled_from((0.3, 1.0, 1.0)),
         max_pulls=st.sampled_from((1, 8, 8)),
         leased=st.sampled_from((0.5, 1.0)),
+        nvme=st.sampled_from((0, 2, 3, 6)),
+        nvme_frees_at_once=st.booleans(),
+        high=st.sampled_from((0.01, 0.01, 0.6)),
+        uses=st.sampled_from((1, 1, 2)),
+        batch=st.sampled_from((1, 3, 8)),
+        found=PATHS,
     )
     def begin(
-        self, frees_at_once: bool, extents: int, fraction: float, pulled: float, max_pulls: int, leased: float
+        self,
+        frees_at_once: bool,
+        extents: int,
+        fraction: float,
+        pulled: float,
+        max_pulls: int,
+        leased: float,
+        nvme: int,
+        nvme_frees_at_once: bool,
+        high: float,
+        uses: int,
+        batch: int,
+        found: list[int],
     ) -> None:
         config = CoreConfig(
             max_leased_fraction=leased,
@@ -105,12 +151,41 @@ class CoreMachine(RuleBasedStateMachine):
             max_pulls=max_pulls,
             max_pulled_fraction=pulled,
             max_given_fraction=pulled,
+            demote_high_fraction=high,
+            admit_after_uses=uses,
+            max_demotes=max(1, max_pulls // 3),
+            demote_batch_bytes=batch * PAGE,
+            max_fetches=max_pulls,
+            max_fetched_fraction=pulled,
         )
-        size = extents * 4 * PAGE
-        tier = TierSpec(TierKind.DRAM, size + 8 * PAGE, size, 4 * PAGE, frees_at_once)
-        self.core = CacheCore(config, [tier])
+        size = (min(extents, 3) if nvme else extents) * 4 * PAGE
+        more = 0 if nvme else 8 * PAGE  # a small tier, so that more goes through the one below
+        tier = TierSpec(TierKind.DRAM, size + more, size, 4 * PAGE, frees_at_once)
+        below = TierSpec(
+            TierKind.NVME,
+            nvme * 6 * PAGE,
+            nvme * 6 * PAGE,
+            6 * PAGE,
+            nvme_frees_at_once,
+            header_bytes=PAGE,
+            outlives=True,
+        )
+        self.core = CacheCore(config, [tier, below] if nvme else [tier])
+        if nvme:
+            self.recover(_keys(1, found))
         for name in ENGINES:
             self.register(name)
+
+    def recover(self, keys: list[Key]) -> None:
+        """The tier below still has these blocks, found last one first; of some that is not true."""
+        blocks: list[tuple[Slot, BlockRecord]] = []
+        for index, key in enumerate(keys[:4]):
+            slot = Slot(0, index // 3, index * 2 * PAGE, 2 * PAGE)
+            record = BlockRecord(BlockId(key, 0), PARENTS[key], LAYOUTS[1].fingerprint(), PAGE, key[:16])
+            blocks.append((slot, record))
+            self.below[0, key] = PARENTS[key]
+        self.do(m.Recovered(TierKind.NVME, blocks[::-1], is_last=False))
+        self.do(m.Recovered(TierKind.NVME, blocks, is_last=True))
 
     def call_id(self) -> bytes:
         self.calls += 1
@@ -128,6 +203,9 @@ class CoreMachine(RuleBasedStateMachine):
                 case m.Lost():
                     for block in action.blocks:
                         self._gone(block.shard, block.key)
+                        for going in self.demotes.values():
+                            if (block.shard, block.key) in going.names:
+                                going.lost.add(going.names.index((block.shard, block.key)))
                         self.invalid |= {
                             n
                             for n, v in self.leases.items()
@@ -137,6 +215,10 @@ class CoreMachine(RuleBasedStateMachine):
                     self.finds = [*self.finds[-3:], action]
                 case m.Pull():
                     self._pull(action)
+                case m.Fetch():
+                    self._fetch(action)
+                case m.Demote():
+                    self._demote(action)
                 case m.Ready():
                     self._ready(action)
                 case m.Publish():
@@ -158,22 +240,61 @@ class CoreMachine(RuleBasedStateMachine):
         return count
 
     def pulling(self) -> set[tuple[int, Key]]:
-        return {(pull.shard, key) for pull, arrived in self.pulls.values() for key in pull.keys[arrived:]}
+        return {
+            (its.shard, key)
+            for its in self.pulls.values()
+            if not its.is_overdue
+            for key in its.keys[its.arrived :]
+        }
+
+    def going(self) -> set[tuple[int, Key]]:
+        """What demotes are writing."""
+        return {name for going in self.demotes.values() for name in going.names}
 
     def _gone(self, shard: int, key: Key) -> None:
         del self.visible[shard, key]
         self.replicas.discard((shard, key))
 
     def _pull(self, pull: m.Pull) -> None:
-        assert pull.pull not in self.pulls
         assert pull.node in NODES
+        self._comes(pull.pull, Coming(pull.shard, pull.keys), pull.slots)
+
+    def _fetch(self, fetch: m.Fetch) -> None:
+        assert not self.is_down
+        assert fetch.timeout_s >= 0.1
+        shard = fetch.records[0].block.shard
+        keys = [record.block.key for record in fetch.records]
+        assert all(record.block.shard == shard for record in fetch.records)
+        assert [record.checksum for record in fetch.records] == [key[:16] for key in keys]
+        slots = {(p.block.shard, p.block.key): p.slot for p in self._places(keys, TierKind.NVME)}
+        assert [slots[shard, key] for key in keys] == fetch.sources, "it reads what is not there"
+        self._comes(fetch.pull, Coming(shard, keys, fetch), fetch.slots)
+
+    def _demote(self, demote: m.Demote) -> None:
+        assert not self.is_down
+        names = [(record.block.shard, record.block.key) for record in demote.records]
+        assert len(set(names)) == len(names) == len(demote.slots) == len(demote.sources) > 0
+        assert not set(names) & self.going(), "what goes down already is copied again"
+        here = self._places([key for _, key in names], TierKind.DRAM)
+        slots = {(place.block.shard, place.block.key): place.slot for place in here}
+        assert [slots[name] for name in names] == demote.sources, "it copies what is not here"
+        there = {(p.block.shard, p.block.key) for p in self._places([k for _, k in names], TierKind.NVME)}
+        assert not set(names) & there, "what is below is copied again"
+        self.demotes[demote.demote] = Going(demote, names)
+        for record in demote.records:
+            assert record.parent == PARENTS[record.block.key]
+            assert record.checksum == record.block.key[:16]
+        assert len(self.demotes) <= self.core.config.max_demotes
+
+    def _comes(self, number: int, pull: Coming, slots: list[Slot]) -> None:
+        assert number not in self.pulls
         wanted = {(pull.shard, key) for key in pull.keys}
-        assert len(wanted) == len(pull.keys) == len(pull.slots) > 0
+        assert len(wanted) == len(pull.keys) == len(slots) > 0
         assert not wanted & self.visible.keys(), "what is here is pulled"
         assert not wanted & self.pulling(), "what is coming is pulled again"
         assert not wanted & self.storing(), "what is being stored is pulled"
         assert all(PARENTS[key] == above for above, key in pairwise(pull.keys)), "no chain"
-        self.pulls[pull.pull] = (pull, 0)
+        self.pulls[number] = pull
 
     def _ready(self, ready: m.Ready) -> None:
         lease = self.leases[ready.lease]
@@ -192,10 +313,10 @@ class CoreMachine(RuleBasedStateMachine):
 
     def _publish(self, publish: m.Publish) -> None:
         for block in publish.removed:
-            self.published.remove((block.shard, block.key))
+            assert self.published.pop((block.shard, block.key)) == publish.tier
         for block in publish.added:
             assert (block.shard, block.key) not in self.published
-            self.published.add((block.shard, block.key))
+            self.published[block.shard, block.key] = publish.tier
 
     # ---- engines come and go
 
@@ -343,10 +464,16 @@ class CoreMachine(RuleBasedStateMachine):
         except UnknownId:
             assert engine not in self.engines
             return
+        self._learn_evictions()
         self._check_offer(event, reply)
         if len(self.finds) > finds:
             assert self.finds[-1] == m.Find(event, self.offered)
-            assert reply.reason == "missing"
+            assert reply.reason in ("missing", "slow")
+        if reply.reason == "missing" and self.core.lower and not self.is_down:
+            after = keys[reply.blocks]
+            had = self.visible.keys() | self.pulling() | self.below.keys()
+            if not any((shard, after) in self.storing() for shard in range(shards)):
+                assert not all((shard, after) in had for shard in range(shards)), "it was to be had below"
 
     def _check_offer(self, lookup: m.Lookup, reply: m.Action | None) -> None:
         assert isinstance(reply, m.Offered)
@@ -504,27 +631,113 @@ class CoreMachine(RuleBasedStateMachine):
         self._arrive(data.draw(st.sampled_from(sorted(self.pulls))), count)
 
     def _arrive(self, number: int, count: int) -> None:
-        pull, arrived = self.pulls[number]
-        keys = pull.keys[arrived : arrived + count]
-        self.pulls[number] = (pull, arrived + len(keys))
+        pull = self.pulls[number]
+        if pull.is_overdue:
+            return
+        keys = pull.keys[pull.arrived : pull.arrived + count]
+        pull.arrived += len(keys)
         for key in keys:
             self.visible[pull.shard, key] = PARENTS[key]
-            self.replicas.add((pull.shard, key))
+            if pull.fetch is None:
+                self.replicas.add((pull.shard, key))
         assert self.do(m.Arrived(number, [key[:16] for key in keys])) is None
 
-    @precondition(lambda self: self.pulls)
-    @rule(data=st.data(), fault=st.sampled_from(("", "timeout")))
-    def pull_ends(self, data: st.DataObject, fault: str) -> None:
-        self._end_pull(data.draw(st.sampled_from(sorted(self.pulls))), fault)
+    @precondition(lambda self: any(pull.fetch and not pull.is_overdue for pull in self.pulls.values()))
+    @rule(data=st.data())
+    def overdue(self, data: st.DataObject) -> None:
+        running = [number for number, pull in self.pulls.items() if pull.fetch and not pull.is_overdue]
+        number = data.draw(st.sampled_from(sorted(running)))
+        pull = self.pulls[number]
+        self._cut(pull)
+        pull.is_overdue = True
+        assert self.do(m.Overdue(number)) is None
 
-    def _end_pull(self, number: int, fault: str) -> None:
-        pull, arrived = self.pulls.pop(number)
-        missing = set(pull.keys[arrived:])
+    @precondition(lambda self: self.pulls)
+    @rule(data=st.data(), fault=st.sampled_from(("", "timeout")), wrong=st.integers(0, 2))
+    def pull_ends(self, data: st.DataObject, fault: str, wrong: int) -> None:
+        self._end_pull(data.draw(st.sampled_from(sorted(self.pulls))), fault, wrong)
+
+    def _end_pull(self, number: int, fault: str, wrong: int = 0) -> None:
+        pull = self.pulls.pop(number)
+        if not pull.is_overdue:
+            self._cut(pull)
+        bad = pull.keys[pull.arrived : pull.arrived + wrong] if pull.fetch else []
+        for key in bad:
+            self.below.pop((pull.shard, key), None)
+        assert self.do(m.PullEnded(number, fault, bad)) is None
+
+    def _cut(self, pull: Coming) -> None:
+        missing = set(pull.keys[pull.arrived :])
         for lease in self.leases.values():
             if lease.waits and lease.shard == pull.shard and missing & set(lease.keys[: lease.promised]):
                 gone = min(lease.keys.index(key) for key in missing & set(lease.keys))
                 lease.promised = min(lease.promised, gone)
-        assert self.do(m.PullEnded(number, fault)) is None
+
+    # ---- the tier below
+
+    @precondition(lambda self: self.demotes)
+    @rule(data=st.data(), written=st.sampled_from(("all", "all", "all", "some", "none")))
+    def demote_ends(self, data: st.DataObject, written: str) -> None:
+        number = data.draw(st.sampled_from(sorted(self.demotes)))
+        names = self.demotes[number].names
+        every = list(range(len(names)))
+        if written == "some":
+            some = data.draw(st.lists(st.sampled_from(every), unique=True))
+            self._end_demote(number, some, data.draw(st.sampled_from(("", "EIO"))), set(every) - set(some))
+        else:
+            self._end_demote(number, every if written == "all" else [], "" if written == "all" else "EIO")
+
+    def _end_demote(
+        self, number: int, written: list[int], fault: str = "", corrupt: set[int] | None = None
+    ) -> None:
+        going = self.demotes.pop(number)
+        for index in set(written) - going.lost:
+            shard, key = going.names[index]
+            self.below[shard, key] = PARENTS[key]
+        verifies = len(self.verifies)
+        assert self.do(m.Demoted(number, written, sorted(corrupt or ()), fault)) is None
+        for verify in self.verifies[verifies:]:
+            assert (verify.block.shard, verify.block.key) in going.names
+
+    @precondition(lambda self: self.core.lower)
+    @rule(down=st.sampled_from((True, False, False)))
+    def tier_down_or_up(self, down: bool) -> None:
+        self.is_down = down
+        self.do((m.TierDown if self.is_down else m.TierUp)(TierKind.NVME))
+
+    @precondition(lambda self: self.core.lower)
+    @rule(
+        engine=st.sampled_from(sorted(ENGINES)),
+        path=PATHS,
+        fills=st.integers(1, 4),
+        counts=st.lists(st.integers(1, 6), max_size=3),
+        ends_with=st.sampled_from(("", "late", "wrong", "EIO", "not at all")),
+    )
+    def go_down_and_up(
+        self, engine: str, path: list[int], fills: int, counts: list[int], ends_with: str
+    ) -> None:
+        """Store, let it be copied down and evicted, then look it up and load it while it comes."""
+        self.tier_down_or_up(down=False)
+        self.reserve(engine, path, 0, 0, commit=True)
+        self.tick(1.0)
+        for number in list(self.demotes):
+            self._end_demote(number, list(range(len(self.demotes[number].names))))
+        for fill in range(fills):
+            self.reserve("c", [1, fill % 2, 1, fill // 2, 1, 1], 0, fill % 2, commit=True)
+        self.lookup(engine, path, "w", 1, 0.0)
+        if engine not in self.engines or not self.offered:
+            return
+        self.load(engine, path[: self.offered], "w", 0)
+        fetches = [number for number, pull in self.pulls.items() if pull.fetch and not pull.is_overdue]
+        for number in fetches:
+            for count in counts:
+                self._arrive(number, count)
+            if ends_with == "late":
+                self._cut(self.pulls[number])
+                self.pulls[number].is_overdue = True
+                self.do(m.Overdue(number))
+            if ends_with != "not at all":
+                self._end_pull(number, ends_with, ends_with == "wrong")
 
     @rule(
         node=st.sampled_from(NODES),
@@ -561,8 +774,9 @@ class CoreMachine(RuleBasedStateMachine):
         keys = _keys(pages, path)
         reply = self.do(m.Evict(self.call_id(), keys))
         assert isinstance(reply, m.Evicted)
+        before = set(self.below)
         gone = self._learn_evictions()
-        assert len(gone) == reply.blocks
+        assert len(gone) <= reply.blocks <= len(gone) + len(before - self.below.keys())
 
     @rule(blocks=st.integers(1, 3))
     def scrub(self, blocks: int) -> None:
@@ -635,14 +849,22 @@ class CoreMachine(RuleBasedStateMachine):
                 return False
         return True
 
-    def _here(self) -> set[tuple[int, Key]]:
-        places = self.core.places([key for _, key in self.visible])
-        return {(place.block.shard, place.block.key) for place in places}
+    def _is_reachable_below(self, shard: int, key: Key) -> bool:
+        going = self.going()
+        at = self.below[shard, key]
+        while at is not None:
+            if (shard, at) not in self.below and (shard, at) not in going:
+                return False
+            at = PARENTS[at]
+        return True
+
+    def _places(self, keys: Iterable[Key], tier: TierKind) -> list[BlockPlace]:
+        return [place for place in self.core.places(list(dict.fromkeys(keys))) if place.tier is tier]
 
     def _learn_evictions(self) -> set[tuple[int, Key]]:
-        here = {
-            (place.block.shard, place.block.key) for place in self.core.places([k for _, k in self.visible])
-        }
+        self._learn_below()
+        places = self._places([key for _, key in self.visible], TierKind.DRAM)
+        here = {(place.block.shard, place.block.key) for place in places}
         gone = self.visible.keys() - here
         for shard, key in here:
             parent = self.visible[shard, key]
@@ -653,20 +875,43 @@ class CoreMachine(RuleBasedStateMachine):
                 assert not gone & kept, "a leased block went"
         for verify in self.verifies:
             assert (verify.block.shard, verify.block.key) not in gone, "a block went that is being verified"
+        assert not gone & self.going(), "a block went that is being copied"
         for name in list(gone):
             self._gone(*name)
         return gone
+
+    def _learn_below(self) -> None:
+        places = self._places([key for _, key in self.below], TierKind.NVME)
+        here = {(place.block.shard, place.block.key) for place in places}
+        every = self._places([key for keys in self.core.ids().values() for key in keys], TierKind.NVME)
+        assert len(every) == len(places), "something is below that nobody has written"
+        assert here <= self.below.keys(), "something is below that nobody has written"
+        gone = self.below.keys() - here
+        for name in here:
+            parent = self.below[name]
+            assert parent is None or (name[0], parent) not in gone, "one went below before its continuation"
+        for pull in self.pulls.values():
+            read = set() if pull.fetch is None else {(pull.shard, key) for key in pull.keys}
+            assert not gone & read, "a block went below that is being read"
+        for name in list(gone):
+            del self.below[name]
 
     @invariant()
     def invariants(self) -> None:
         if not hasattr(self, "core"):
             return
         self.core.check()
-        places = self.core.places([k for _, k in self.visible])
+        self._learn_below()
+        places = self._places([k for _, k in self.visible], TierKind.DRAM)
         assert {(place.block.shard, place.block.key) for place in places} == self.visible.keys()
         assert {(p.block.shard, p.block.key) for p in places if p.replica} == self.replicas
-        assert self.published == {name for name in self.visible if self._is_reachable(*name)}
-        assert self.core.stats().tiers[0].blocks == len(self.visible)
+        published = {name: TierKind.NVME for name in self.below if self._is_reachable_below(*name)}
+        published |= {name: TierKind.DRAM for name in self.visible if self._is_reachable(*name)}
+        assert self.published == published
+        stats = self.core.stats().tiers
+        assert [tier.blocks for tier in stats] == [len(self.visible), len(self.below)][: len(stats)]
+        running = [its for demotes in self.core.demotes for its in demotes.running]
+        assert sorted(running) == sorted(self.demotes)
         assert self.core.pulls.running.keys() == self.pulls.keys()
         for number, lease in self.leases.items():
             assert lease.waits or lease.told == lease.promised
@@ -677,24 +922,30 @@ class CoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
+        if self.core.lower:
+            self.do(m.TierDown(TierKind.NVME))
         for number in list(self.pulls):
             del self.pulls[number]
             self.do(m.PullEnded(number, "cancelled"))
+        for number in list(self.demotes):
+            self._end_demote(number, [], "cancelled")
         for engine in ENGINES:
             self.die(engine, back=False)
         for verify in self.verifies:
             self.core.handle(m.Verified(verify.verify, intact=True), self.now_s)
         self.now_s += 100
         self.do(m.Tick())
-        everything = [key for _, key in self.visible]
+        self._learn_below()
+        everything = [key for _, key in (*self.visible, *self.below)]
         if everything:
             reply = self.do(m.Evict(self.call_id(), everything))
             assert reply == m.Evicted(len(everything), 0)
         while self.drops:
             self.dropped()
-        tier = self.core.residency.tiers[TierKind.DRAM]
-        assert len(tier.free_extents) == len(tier.extents), "memory is stranded at the end"
-        assert not any(self.core.residency.shards.values())
+        for residency in (self.core.residency, *self.core.lower):
+            for tier in residency.tiers.values():
+                assert len(tier.free_extents) == len(tier.extents), "memory is stranded at the end"
+            assert not any(residency.shards.values())
         self.core.check()
 
 

@@ -658,7 +658,7 @@ def test_what_lies_behind_a_lost_block_is_withdrawn_until_it_is_back() -> None:
     assert w.match(keys) == 1
     w.store(keys[1:2], keys[0])
     assert w.match(keys) == 4
-    assert w.published == {BlockId(key, 0) for key in keys}
+    assert w.published.keys() == {BlockId(key, 0) for key in keys}
 
 
 def test_a_place_of_two_incarnations_is_two_places() -> None:

@@ -48,27 +48,41 @@ class World:
         frees_at_once: bool = True,
         layout: Layout | None = None,
         seed: int = 0,
+        nvme: int = 0,
+        nvme_frees_at_once: bool = False,
+        nvme_extent_pages: int = 8,
+        outlives: bool = False,
         **config: Any,
     ) -> None:
+        """`nvme`: slots of a tier below, each with a header of one page before its block."""
         defaults = {"max_leased_fraction": 1.0, "max_unfinished_fraction": 1.0, "max_pinned_fraction": 1.0}
+        top = TierSpec(
+            TierKind.DRAM,
+            slots * PAGE,
+            (slots if allocated is None else allocated) * PAGE,
+            extent_pages * PAGE,
+            frees_at_once,
+            arena=7,
+        )
+        size = nvme * 2 * PAGE
+        below = TierSpec(
+            TierKind.NVME,
+            size,
+            size,
+            nvme_extent_pages * PAGE,
+            nvme_frees_at_once,
+            arena=9,
+            header_bytes=PAGE,
+            outlives=outlives,
+        )
         self.core = CacheCore(
-            CoreConfig(**{**defaults, **config}),
-            [
-                TierSpec(
-                    TierKind.DRAM,
-                    slots * PAGE,
-                    (slots if allocated is None else allocated) * PAGE,
-                    extent_pages * PAGE,
-                    frees_at_once,
-                    arena=7,
-                )
-            ],
-            seed=seed,
+            CoreConfig(**{**defaults, **config}), [below, top] if nvme else [top], seed=seed
         )
         self.now_s = 0.0
         self.layouts: dict[str, Layout] = {}
         self.instructions: list[m.Instruction] = []
-        self.published: set[BlockId] = set()
+        self.demotes: list[m.Demote] = []
+        self.published: dict[BlockId, TierKind] = {}
         self._ids = itertools.count(1)
         self.register("e", layout or make_layout())
 
@@ -81,13 +95,15 @@ class World:
         finally:
             self.core.check()
         self.instructions = [a for a in actions if isinstance(a, m.Instruction)]
+        self.demotes += self.told(m.Demote)
         replies = [a for a in actions if not isinstance(a, m.Instruction)]
         assert len(replies) <= 1
         for publish in self.told(m.Publish):
-            assert self.published.issuperset(publish.removed)
-            self.published.difference_update(publish.removed)
-            assert self.published.isdisjoint(publish.added)
-            self.published.update(publish.added)
+            for block in publish.removed:
+                assert self.published.pop(block) == publish.tier
+            for block in publish.added:
+                assert block not in self.published
+                self.published[block] = publish.tier
         assert not self.core.config.has_index or self.published == self.reachable()
         return replies[0] if replies else None
 
@@ -99,9 +115,9 @@ class World:
         shards = self.core.residency.shards.values()
         return {block.id for blocks in shards for block in blocks.values() if block.state == RESIDENT}
 
-    def reachable(self) -> set[BlockId]:
-        shards = self.core.residency.shards
-        return {id for id in self.resident() if not shards[id.shard][id.key].orphan}
+    def reachable(self) -> dict[BlockId, TierKind]:
+        ids = [BlockId(key, shard) for shard, keys in self.core.ids().items() for key in keys]
+        return {id: tier for id in ids if (tier := self.core.tier_of(id)) is not None}
 
     def register(self, engine: str, layout: Layout) -> m.Registered:
         self.layouts[engine] = layout
@@ -161,8 +177,50 @@ class World:
         self.do(m.Arrived(pull.pull, [checksum(key) for key in keys]))
         return self.told(m.Ready)
 
-    def end(self, pull: m.Pull, fault: str = "") -> list[m.Ready]:
+    def end(self, pull: m.Pull | m.Fetch, fault: str = "") -> list[m.Ready]:
         self.do(m.PullEnded(pull.pull, fault))
+        return self.told(m.Ready)
+
+    def demoted(
+        self,
+        demote: m.Demote,
+        written: Sequence[int] | None = None,
+        fault: str = "",
+        corrupt: Sequence[int] = (),
+    ) -> None:
+        """A demote ends; all of it was written where nothing else is said."""
+        self.demotes.remove(demote)
+        every = range(len(demote.slots)) if written is None else written
+        self.do(m.Demoted(demote.demote, list(every), corrupt, fault))
+
+    def demote_all(self) -> list[Key]:
+        """Let the demotes that wait, and all that follow them, succeed; returns the keys that went down."""
+        keys: list[Key] = []
+        while self.demotes:
+            demote = self.demotes[0]
+            keys += [record.block.key for record in demote.records]
+            self.demoted(demote)
+        return keys
+
+    def end_nvme_drops(self) -> None:
+        draining = list(self.core.lower[0].map.draining)
+        if draining:
+            self.do(m.Dropped(TierKind.NVME, draining))
+
+    def below(self) -> Any:
+        return self.core.stats().tiers[1]
+
+    def in_nvme(self, keys: Sequence[Key], shard: int = 0) -> int:
+        """How many leading keys a prompt could reach in the tier below."""
+        return len(self.core.lower[0].run(keys, shard))
+
+    def fetch(self, keys: Sequence[Key], **options: Any) -> tuple[m.Offered, list[m.Fetch]]:
+        offer = self.lookup(keys, **options)
+        return offer, self.told(m.Fetch)
+
+    def fetched(self, fetch: m.Fetch, count: int, after: int = 0) -> list[m.Ready]:
+        checksums = [record.checksum for record in fetch.records[after : after + count]]
+        self.do(m.Arrived(fetch.pull, checksums))
         return self.told(m.Ready)
 
     def acquire(self, keys: Sequence[Key], peer: str = "p", shard: int = 0, engine: str = "e") -> m.Leased:

@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.testing.simulated_node import Violation
 from kvtier.testing.simulator import Simulation, main
+from tests.sim import planted_tiers
 from tests.sim.planted import PLANTS, Plant
 
 SEEDS: dict[str, Any] = json.loads((Path(__file__).parent / "seeds.json").read_text())
@@ -17,9 +18,9 @@ STEPS: int = SEEDS["steps"]
 PLANT_SEEDS = 250
 
 
-@pytest.mark.parametrize("seed", [entry["seed"] for entry in SEEDS["found"]])
-def test_histories_that_once_failed(seed: int) -> None:
-    Simulation(seed).run(STEPS)
+@pytest.mark.parametrize("entry", SEEDS["found"], ids=lambda entry: str(entry["seed"]))
+def test_histories_that_once_failed(entry: dict[str, Any]) -> None:
+    Simulation(entry["seed"], below=entry["below"]).run(STEPS)
 
 
 def test_a_fixed_set_of_histories_in_which_everything_happens() -> None:
@@ -42,7 +43,9 @@ def test_a_fixed_set_of_histories_in_which_everything_happens() -> None:
         "Dropped",
     }
     wanted |= {"Grow", "Pin", "evicted by hand", "Verified", "flipped"}
+    wanted |= {"Demote begun", "demoted", "Fetch begun", "fetched", "Recovered", "TierDown", "TierUp"}
     assert all(happened.get(name, 0) >= 20 for name in wanted), happened
+    assert all(happened.get(name, 0) >= 5 for name in ("Overdue", "wrong")), happened
     assert loaded > 1000
 
 
@@ -56,12 +59,19 @@ def test_a_seed_is_one_history() -> None:
 def test_planted_bugs_are_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises((Violation, AssertionError, LookupError)):
-        _run_without_checks(PLANT_SEEDS)
+        _run_without_checks(PLANT_SEEDS, below=False)
 
 
-def _run_without_checks(seeds: int) -> None:
+@pytest.mark.parametrize("plant", planted_tiers.PLANTS, ids=lambda plant: plant.__name__)
+def test_planted_bugs_of_tiers_are_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((Violation, AssertionError, LookupError)):
+        _run_without_checks(PLANT_SEEDS, below=True)
+
+
+def _run_without_checks(seeds: int, *, below: bool) -> None:
     for seed in range(seeds):
-        Simulation(seed, check_every=10**9).run(STEPS)
+        Simulation(seed, check_every=10**9, below=below).run(STEPS)
 
 
 def test_the_command_reports_what_it_ran(capsys: pytest.CaptureFixture[str]) -> None:
