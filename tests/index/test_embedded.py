@@ -158,7 +158,7 @@ def test_a_path_that_is_too_long(make_config: MakeConfig, tmp_path: Path) -> Non
 
 
 OWNER = """
-import asyncio, sys
+import asyncio, signal, sys
 from pathlib import Path
 from kvtier.config import Config
 from kvtier.index import open_index
@@ -170,6 +170,7 @@ async def main():
     print(index.pid, flush=True)
     await asyncio.sleep(1000)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 asyncio.run(main())
 """
 
