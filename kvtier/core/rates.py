@@ -37,6 +37,8 @@ class Source:
     """
 
     __slots__ = (
+        "_believed",
+        "_ended_s",
         "_failed_s",
         "_window_bytes",
         "_window_from_s",
@@ -61,13 +63,23 @@ class Source:
         self.outstanding_bytes = 0
         self.pulled_blocks = 0
         self.failed_pulls = 0
+        self._believed = (self.s_per_byte, round_trip_s)
+        self._ended_s = 0.0
         self._failed_s = 0.0
         self._window_from_s: float | None = None
         self._window_bytes = 0
 
     def seconds(self, more_bytes: int, now_s: float) -> float:
-        """For choosing: until all that it has yet to bring would be here and `more_bytes` too, with doubt."""
-        return self.expected_s(more_bytes) * self._doubt(now_s)
+        """For choosing: until all that it has yet to bring would be here and `more_bytes` too, with doubt.
+
+        What was measured long ago cannot show that it has become faster, since whoever is not chosen is not
+        measured: then it is believed to be no slower than a new one.
+        """
+        expected_s = self.expected_s(more_bytes)
+        if not self.running and now_s >= self._ended_s + FORGIVEN_AFTER_S:
+            s_per_byte, round_trip_s = self._believed
+            expected_s = min(expected_s, round_trip_s + more_bytes * s_per_byte)
+        return expected_s * self._doubt(now_s)
 
     def expected_s(self, more_bytes: int = 0) -> float:
         """The same as measured: how long a pull may take does not grow because the last one failed."""
@@ -104,6 +116,7 @@ class Source:
     def ended(self, missing_bytes: int, blocks: int, incarnation: int, now_s: float, *, failed: bool) -> None:
         """A pull is over: it brought so many blocks, and `missing_bytes` will not come."""
         self.running -= 1
+        self._ended_s = now_s
         self.outstanding_bytes -= missing_bytes
         self.pulled_blocks += blocks
         self.failed_pulls += failed

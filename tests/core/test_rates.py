@@ -1,0 +1,42 @@
+"""What is believed of a peer, from what its pulls have shown."""
+
+from __future__ import annotations
+
+from kvtier.core.rates import FORGIVEN_AFTER_S, Source
+
+MIB = 1 << 20
+
+
+def slow() -> Source:
+    """Believed to give 1 GB/s after 3 ms; gave 10 MiB in 2 s after a long time, until second 102."""
+    source = Source("n", 1e9, 0.003)
+    source.started(10 * MIB)
+    source.first_arrived(5 * MIB, 1.0, 101.0, alone=True)
+    source.arrived(5 * MIB, 102.0)
+    source.ended(0, 10, 0, 102.0, failed=False)
+    return source
+
+
+def test_what_was_measured_lately_counts() -> None:
+    source = slow()
+    assert source.seconds(10 * MIB, 103.0) > 5 * (0.003 + 10 * MIB / 1e9)
+    assert source.seconds(10 * MIB, 103.0) == source.expected_s(10 * MIB)
+
+
+def test_a_rate_of_long_ago_does_not_keep_a_peer_away_for_ever() -> None:
+    source = slow()
+    later_s = 102.0 + FORGIVEN_AFTER_S
+    assert source.seconds(10 * MIB, later_s) == 0.003 + 10 * MIB / 1e9
+    source.started(MIB)
+    assert source.seconds(0, later_s) == source.expected_s(), "while one runs, it is being measured"
+
+
+def test_failures_weigh_in_the_choice_and_not_in_the_time_that_is_given() -> None:
+    source = Source("n", 1e9, 0.003)
+    before_s = source.expected_s(MIB)
+    for _ in range(3):
+        source.started(MIB)
+        source.ended(MIB, 0, 0, 50.0, failed=True)
+    assert source.seconds(MIB, 51.0) == 8 * before_s
+    assert source.expected_s(MIB) == before_s
+    assert source.seconds(MIB, 50.0 + FORGIVEN_AFTER_S) == before_s
