@@ -257,6 +257,7 @@ def _sample(node: Node) -> Sample:
         counters=asdict(stats.counters),
         tiers=tiers,
         blocks={tier.kind.name.lower(): tier.blocks for tier in stats.tiers},
+        tiers_up={tier.kind.name.lower(): not tier.is_down for tier in stats.tiers},
         engines=len(stats.engines),
         uptime_s=node.uptime_s,
         peers=node.remote.peers_by_state() if node.remote else {},

@@ -39,6 +39,8 @@ class Sample:
         Tier's name -> state of its bytes (``resident``, ``reserved``, ...) -> bytes.
     blocks
         Tier's name -> resident blocks.
+    tiers_up
+        Tier's name -> whether its medium works.
     peers
         State (``up``, ``failing``, ``unreached``) -> other nodes that live.
     index_up
@@ -50,6 +52,7 @@ class Sample:
     counters: Mapping[str, int]
     tiers: Mapping[str, Mapping[str, int]]
     blocks: Mapping[str, int]
+    tiers_up: Mapping[str, bool]
     engines: int
     uptime_s: float
     info: Mapping[str, str] = field(default_factory=dict)
@@ -165,6 +168,10 @@ class _NodeCollector(Collector):
         for tier, value in sample.blocks.items():
             blocks.add_metric([tier], value)
         yield blocks
+        up = GaugeMetricFamily("kvtier_tier_up", "Whether a tier's medium works", labels=["tier"])
+        for tier, works in sample.tiers_up.items():
+            up.add_metric([tier], int(works))
+        yield up
         yield from _remote(sample)
         yield GaugeMetricFamily("kvtier_engines", "Engine processes registered", value=sample.engines)
         yield GaugeMetricFamily("kvtier_uptime_seconds", "Time since the start", value=sample.uptime_s)

@@ -97,6 +97,17 @@ class Tiering:
             return ()
         return (self._demote_forever(), self._watch_forever(), self._checkpoint_forever())
 
+    @property
+    def notices(self) -> list[str]:
+        """What an operator should know of the tiers below."""
+        notices = []
+        for kind, tier in self._below.items():
+            name = kind.name.lower()
+            if isinstance(tier, Failing) and tier.fault:
+                notices.append(f"tier {name} is out of use until it works again: {tier.fault}")
+            notices += [f"tier {name}: {notice}" for notice in getattr(tier, "notices", ())]
+        return notices
+
     # ---- up
 
     async def fetch(self, fetch: m.Fetch) -> None:

@@ -169,11 +169,15 @@ class CacheCore:
 
     def ids(self) -> dict[int, list[Key]]:
         """Shard -> keys of all that lies in any tier, each once; lost blocks' places may be among them."""
-        keys: dict[int, dict[Key, None]] = {}
-        for residency in (self.residency, *self.lower):
-            for shard, blocks in residency.shards.items():
-                keys.setdefault(shard, {}).update(dict.fromkeys(blocks))
-        return {shard: list(its) for shard, its in keys.items()}
+        keys = {shard: list(blocks) for shard, blocks in self.residency.shards.items()}
+        above: list[Residency] = [self.residency]
+        for tier in self.lower:
+            for shard, blocks in tier.shards.items():
+                known = [its.shards[shard] for its in above if shard in its.shards]
+                more = (key for key in blocks if not any(key in its for its in known))
+                keys.setdefault(shard, []).extend(more)
+            above.append(tier)
+        return keys
 
     def stats(self) -> CoreStats:
         """A copy of all figures."""

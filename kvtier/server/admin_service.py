@@ -150,8 +150,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             f"tier {tier.name} has {tier.allocated_bytes} of {tier.capacity_bytes} bytes: engines still map "
             f"{tier.old_arena_bytes} bytes of an earlier daemon; it grows as they let go"
             for tier in tiers
-            if _is_growing(tier)
+            if _is_growing(tier) and tier.old_arena_bytes
         ]
+        notices += self._node.tiering.notices
         notices += [
             f"{name} is off: wrong bytes are noticed later or not at all"
             for name in ("verify_loads", "verify_commits")

@@ -55,6 +55,15 @@ def nvme_blocks(daemon: DaemonProcess) -> int:
     return int(tier(daemon, TierKind.NVME).blocks)  # type: ignore[attr-defined]
 
 
+def metric(daemon: DaemonProcess, name: str) -> float:
+    """One line of a scrape, by its name and labels."""
+    with urllib.request.urlopen(f"http://{daemon.status().metrics_address}/metrics", timeout=5) as answer:
+        text = answer.read().decode()
+    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    assert found is not None, f"there is no {name}"
+    return float(found[1])
+
+
 def fill(daemon: DaemonProcess, engine: Engine) -> dict[str, np.ndarray]:
     """Store more than memory holds; name of a prompt -> its bytes. Most lies on the medium in the end."""
     stored = {}
@@ -139,12 +148,7 @@ def test_damaged_blocks_are_a_miss_and_are_told(
     second = engine(daemon)
     for name, content in stored.items():
         compare(second, load(second, name), content)
-    text = (
-        urllib.request.urlopen(f"http://{daemon.status().metrics_address}/metrics", timeout=5).read().decode()
-    )
-    found = re.search(r'kvtier_checksum_mismatches_total\{where="fetch"\} (\S+)', text)
-    assert found is not None, "nothing was counted"
-    assert float(found[1]) > 0
+    assert metric(daemon, 'kvtier_checksum_mismatches_total{where="fetch"}') > 0
     assert "are not what they should be" in daemon.log.read_text()
 
 
@@ -165,6 +169,35 @@ def test_neither_paths_nor_room_is_no_such_tier(own_daemon: Start) -> None:  # n
     daemon = own_daemon()
     assert [its.tier for its in daemon.status().tiers] == [TierKind.DRAM]
     assert LAYOUT.slot_bytes * DRAM_BLOCKS == daemon.status().tiers[0].capacity_bytes
+
+
+@pytest.mark.slow
+def test_a_medium_that_goes_away_is_told_and_used_again(
+    start: Start, engine: Callable[[DaemonProcess], Engine], tmp_path: Path
+) -> None:
+    daemon = start(metrics_port=0)
+    client = engine(daemon)
+    slab, away = tmp_path / "nvme" / "kvtier.slab", tmp_path / "away"
+    slab.rename(away)
+    stored: dict[str, np.ndarray] = {}
+
+    def is_noticed() -> bool:
+        """Memory goes on, however full it gets."""
+        name = f"prompt {len(stored)}"
+        client.client.store(None, chain(name, BLOCKS), client.pages, range(BLOCKS))
+        stored[name] = client.memory.copy()
+        compare(client, load(client, name), stored[name])
+        client.memory[:] = stored[name]
+        return any("nvme is out of use" in notice for notice in daemon.status().notices)
+
+    until(is_noticed, "the status says so")
+    assert metric(daemon, 'kvtier_tier_up{tier="nvme"}') == 0
+    assert metric(daemon, 'kvtier_tier_faults_total{tier="nvme"}') > 0
+    assert "out of use" in daemon.log.read_text()
+    away.rename(slab)
+    until(lambda: not daemon.status().notices, "it is used again")
+    assert metric(daemon, 'kvtier_tier_up{tier="nvme"}') == 1
+    until(lambda: nvme_blocks(daemon) > 0, "blocks are copied down again")
 
 
 @pytest.mark.slow

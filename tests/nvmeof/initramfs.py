@@ -30,22 +30,22 @@ export PATH=/bin
 mount -t proc proc /proc
 mount -t sysfs sys /sys
 while read -r name parameters; do insmod "/modules/$name" $parameters || echo "no module $name"; done < /order
-mkdir -p /host /upper /root
+mkdir -p /host /upper /system
 mount -t 9p -o trans=virtio,version=9p2000.L,ro,cache=loose,msize=524288 host /host || poweroff -f
 mount -t tmpfs -o size=256m upper /upper
 mkdir /upper/new /upper/work
-mount -t overlay -o lowerdir=/host,upperdir=/upper/new,workdir=/upper/work root /root || poweroff -f
-mkdir -p /root/proc /root/sys /root/dev /root/run /root/tmp
-mount -t proc proc /root/proc
-mount -t sysfs sys /root/sys
-mount -t devtmpfs dev /root/dev
-mkdir -p /root/dev/shm
-mount -t tmpfs tmpfs /root/dev/shm
-mount -t configfs configfs /root/sys/kernel/config
-cp /bin/busybox /root/run/busybox
+mount -t overlay -o lowerdir=/host,upperdir=/upper/new,workdir=/upper/work root /system || poweroff -f
+mkdir -p /system/proc /system/sys /system/dev /system/run /system/tmp
+mount -t proc proc /system/proc
+mount -t sysfs sys /system/sys
+mount -t devtmpfs dev /system/dev
+mkdir -p /system/dev/shm
+mount -t tmpfs tmpfs /system/dev/shm
+mount -t configfs configfs /system/sys/kernel/config
+cp /bin/busybox /system/run/busybox
 ip link set lo up
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-/bin/busybox chroot /root /run/busybox sh -c {command}
+/bin/busybox chroot /system /run/busybox sh -c {command}
 /bin/busybox poweroff -f
 """
 
