@@ -12,6 +12,7 @@ from kvtier.config import Config
 from kvtier.core.cache import CacheCore
 from kvtier.core.config import CoreConfig, TierSpec
 from kvtier.core.policies import LruPolicy
+from kvtier.errors import ResourceShortage
 from kvtier.hashing import Hasher
 from kvtier.identity import Identity
 from kvtier.index import open_index
@@ -28,7 +29,8 @@ from kvtier.remote.remote import Remote
 from kvtier.tiers import preflight
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.file import FileTier
-from kvtier.tiers.nvmeof import existing, inspect
+from kvtier.tiers.nvmeof import inspect
+from kvtier.tiers.silence import existing, silence
 
 log = logs.get("build")
 
@@ -121,25 +123,20 @@ async def build(
 
 
 async def _look_below(config: Config) -> None:
-    """Say where I/O of the NVMe tier could block for longer than the tier waits, and what mends it."""
+    """Say where I/O of the NVMe tier could block for longer than the tier waits, and what mends it.
 
-    def look() -> list[preflight.Problem]:
-        return [
-            problem
-            for path in config.nvme_paths
-            for problem in preflight.problems(inspect(existing(path)), config.tier_deadline_s)
-        ]
-
-    try:
-        async with asyncio.timeout(config.tier_deadline_s):
-            found = await asyncio.to_thread(look)
-    except TimeoutError:
-        log.warning(
-            "the paths of the NVMe tier do not answer", paths=[str(path) for path in config.nvme_paths]
-        )
-        return
-    for problem in found:
-        log.warning("the NVMe tier's medium", where=problem.where, why=problem.why, todo=problem.todo)
+    Raises
+    ------
+    ResourceShortage
+        A path does not answer: whoever touched it would wait with it.
+    """
+    for path in config.nvme_paths:
+        fault = await asyncio.to_thread(silence, path, config.tier_deadline_s, may_be_made=True)
+        if fault:
+            raise ResourceShortage(f"{path}: {fault}; see that it is mounted, or leave it out of nvme_paths")
+        storage = await asyncio.to_thread(inspect, existing(path))
+        for problem in preflight.problems(storage, config.tier_deadline_s):
+            log.warning("the NVMe tier's medium", where=problem.where, why=problem.why, todo=problem.todo)
 
 
 def file_tier(config: Config, identity: Identity) -> FileTier:

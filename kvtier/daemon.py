@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -196,6 +197,8 @@ async def run_daemon(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
         log.info("stopped")
+        if daemon.node is not None and daemon.node.is_left_waiting:
+            os._exit(0)  # an orderly end would wait for the medium
 
 
 async def _unless(stopping: asyncio.Event, work: asyncio.Task[None]) -> bool:
@@ -258,6 +261,27 @@ def _sample(node: Node) -> Sample:
         tiers=tiers,
         blocks={tier.kind.name.lower(): tier.blocks for tier in stats.tiers},
         tiers_up={tier.kind.name.lower(): not tier.is_down for tier in stats.tiers},
+        tier_events={
+            tier.kind.name.lower(): {
+                "demoted": tier.demoted_blocks,
+                "demote_failed": tier.failed_demotes,
+                "fetched": tier.fetched_blocks,
+                "fetch_failed": tier.failed_fetches,
+                "wrong": tier.wrong_blocks,
+                "recovered": tier.recovered_blocks,
+                "evicted": tier.evicted_blocks,
+            }
+            for tier in stats.tiers[1:]
+        },
+        tier_work={
+            tier.kind.name.lower(): {
+                "demotes": tier.demotes,
+                "fetches": tier.fetches,
+                "fetch_bytes_per_s": tier.fetch_bytes_per_s,
+            }
+            for tier in stats.tiers[1:]
+        },
+        medium_bytes={kind.name.lower(): moved for kind, moved in node.tiering.moved_bytes.items()},
         engines=len(stats.engines),
         uptime_s=node.uptime_s,
         peers=node.remote.peers_by_state() if node.remote else {},

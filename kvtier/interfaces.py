@@ -156,6 +156,22 @@ class Failing(Protocol):
         ...
 
 
+@runtime_checkable
+class Metered(Protocol):
+    """A tier whose medium wears: bytes that it has read and written since `open`, everything included."""
+
+    @property
+    def read_bytes(self) -> int: ...  # noqa: D102
+
+    @property
+    def written_bytes(self) -> int: ...  # noqa: D102
+
+    @property
+    def written_today_bytes(self) -> int:
+        """Since midnight UTC, by earlier daemons too: what endurance is given in."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Remote:
     """The other side of a transfer: a peer's arena under one lease.

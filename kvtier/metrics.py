@@ -41,6 +41,9 @@ class Sample:
         Tier's name -> resident blocks.
     tiers_up
         Tier's name -> whether its medium works.
+    tier_events, tier_work, medium_bytes
+        Of tiers below the first, by name: blocks to which something happened since the start; what runs, and
+        the measured rate; bytes that the medium read and wrote, everything included.
     peers
         State (``up``, ``failing``, ``unreached``) -> other nodes that live.
     index_up
@@ -53,6 +56,9 @@ class Sample:
     tiers: Mapping[str, Mapping[str, int]]
     blocks: Mapping[str, int]
     tiers_up: Mapping[str, bool]
+    tier_events: Mapping[str, Mapping[str, int]]
+    tier_work: Mapping[str, Mapping[str, float]]
+    medium_bytes: Mapping[str, Mapping[str, int]]
     engines: int
     uptime_s: float
     info: Mapping[str, str] = field(default_factory=dict)
@@ -172,12 +178,32 @@ class _NodeCollector(Collector):
         for tier, works in sample.tiers_up.items():
             up.add_metric([tier], int(works))
         yield up
+        yield from _below(sample)
         yield from _remote(sample)
         yield GaugeMetricFamily("kvtier_engines", "Engine processes registered", value=sample.engines)
         yield GaugeMetricFamily("kvtier_uptime_seconds", "Time since the start", value=sample.uptime_s)
         info = GaugeMetricFamily("kvtier_node_info", "Always 1", labels=list(sample.info))
         info.add_metric(list(sample.info.values()), 1)
         yield info
+
+
+def _below(sample: Sample) -> Iterator[Metric]:
+    events = CounterMetricFamily(
+        "kvtier_tier_block_events", "What happened to blocks of a tier", labels=["tier", "event"]
+    )
+    work = GaugeMetricFamily("kvtier_tier_work", "Copies that run, and the rate", labels=["tier", "what"])
+    moved = GaugeMetricFamily(
+        "kvtier_medium_bytes", "Bytes that a medium read and wrote", labels=["tier", "what"]
+    )
+    for family, by_tier in (
+        (events, sample.tier_events),
+        (work, sample.tier_work),
+        (moved, sample.medium_bytes),
+    ):
+        for tier, values in by_tier.items():
+            for name, value in values.items():
+                family.add_metric([tier, name], value)
+        yield family
 
 
 def _remote(sample: Sample) -> Iterator[Metric]:

@@ -98,6 +98,7 @@ class Node:
         self._scrub_block_bytes = _TYPICAL_BLOCK_BYTES
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = False
+        self.is_left_waiting = False
 
     # ---- life
 
@@ -124,16 +125,26 @@ class Node:
         self._end_with(await remote.fenced)
 
     async def stop(self) -> None:
-        """End all that runs in the background, then close the tiers; idempotent."""
+        """End all that runs in the background, then close the tiers; idempotent.
+
+        Bounded: where a medium does not answer, the tiers stay open, since it may still write into memory,
+        and `is_left_waiting` says so.
+        """
         if self._stopping:
             return
         self._stopping = True
         tasks = [*self._tasks, *self._commits.values()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:  # one that waits for a medium ends when the medium answers
+            _, late = await asyncio.wait(tasks, timeout=2 * self.config.tier_deadline_s)
+            self.is_left_waiting = bool(late)
         if self.remote is not None:
             await self.remote.stop()  # no transfer writes a slot from here on
+        if self.is_left_waiting:
+            log.error("a medium does not answer: what waits for it ends with the process")
+            self._locks.close()
+            return
         await asyncio.to_thread(self._hasher.close)  # no thread reads a slot from here on
         for tier in self.tiers.values():
             await tier.close()

@@ -14,20 +14,21 @@ from contextlib import suppress
 from typing import Any, Final
 
 from kvtier import logs
-from kvtier.batching import batches
+from kvtier.batching import BATCHES_IN_FLIGHT, batches, settle
 from kvtier.config import Config
 from kvtier.core import messages as m
 from kvtier.errors import KvtierError, TierFault
 from kvtier.hashing import Hasher
-from kvtier.interfaces import Durable, Failing, Mapped, Tier
+from kvtier.interfaces import Durable, Failing, Mapped, Metered, Tier
 from kvtier.metrics import Metrics
 from kvtier.types import Slot, TierKind
 
-BATCHES_IN_FLIGHT: Final = 2
 PROBE_S: Final = 1.0
 """A tier that failed is tried again so often."""
 CHECKPOINT_S: Final = 30.0
 """After a crash a tier that outlives the node has to look through what changed in so long."""
+CHECKPOINT_SHARE: Final = 0.01
+"""Checkpoints take at most this part of the time: those of a large medium are long."""
 MAX_YIELD_S: Final = 1.0
 """A demote lets fetches go first, but no longer than this."""
 
@@ -64,6 +65,7 @@ class Tiering:
         report: Report,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        assert len(below) <= 1, "what is copied down is read from the top tier"
         self._top = top
         self._below = below
         self._hasher = hasher
@@ -107,6 +109,19 @@ class Tiering:
                 notices.append(f"tier {name} is out of use until it works again: {tier.fault}")
             notices += [f"tier {name}: {notice}" for notice in getattr(tier, "notices", ())]
         return notices
+
+    @property
+    def moved_bytes(self) -> dict[TierKind, dict[str, int]]:
+        """What the media below have read and written, and written since midnight UTC."""
+        return {
+            kind: {
+                "read": tier.read_bytes,
+                "written": tier.written_bytes,
+                "written_today": tier.written_today_bytes,
+            }
+            for kind, tier in self._below.items()
+            if isinstance(tier, Metered)
+        }
 
     # ---- up
 
@@ -153,7 +168,7 @@ class Tiering:
         finally:
             for _, task in flying:
                 task.cancel()
-            await _settled([task for _, task in flying])
+            await settle([task for _, task in flying])
 
     async def _read_batch(self, tier: Tier, fetch: m.Fetch, batch: slice) -> list[int]:
         views = [self._memory(slot) for slot in fetch.slots[batch]]
@@ -242,14 +257,17 @@ class Tiering:
                     self._report(m.TierUp(kind))
 
     async def _checkpoint_forever(self) -> None:
+        took_s = 0.0
         while True:
-            await asyncio.sleep(CHECKPOINT_S)
+            await asyncio.sleep(max(CHECKPOINT_S, took_s / CHECKPOINT_SHARE))
+            begin_s = self._clock()
             for kind, tier in self._below.items():
                 if isinstance(tier, Durable) and kind not in self._down:
                     try:
                         await tier.checkpoint()
                     except KvtierError as error:
                         log.warning("no checkpoint", tier=kind.name.lower(), error=str(error))
+            took_s = self._clock() - begin_s
 
 
 class _Run:
@@ -286,18 +304,3 @@ class _Run:
     def end(self) -> None:
         """Nothing writes the slots any more."""
         self._report(m.PullEnded(self.fetch.pull, self.fault, self._wrong))
-
-
-async def _settled(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Wait until none of them runs; a caller that is cancelled meanwhile waits all the same."""
-    was_cancelled = False
-    while running := [task for task in tasks if not task.done()]:
-        try:
-            await asyncio.wait(running)
-        except asyncio.CancelledError:
-            was_cancelled = True
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()  # that of the batch before it is the one that is told
-    if was_cancelled:
-        raise asyncio.CancelledError

@@ -92,6 +92,11 @@ class TierKind(enum.IntEnum):
     NVME = 3
 
 
+def whole_pages(size_bytes: int) -> int:
+    """So many bytes, rounded up."""
+    return -(-size_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
+
+
 class LayoutKind(enum.StrEnum):
     """How attention keeps its keys and values: per head, per group of heads, or as one latent."""
 
@@ -177,7 +182,7 @@ class Layout:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot that holds one block: `block_bytes` rounded up to whole pages."""
-        return -(-self.block_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
+        return whole_pages(self.block_bytes)
 
     def fingerprint(self) -> bytes:
         """32 bytes that differ whenever any field differs."""

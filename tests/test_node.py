@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -281,6 +281,25 @@ async def test_a_node_that_stops_refuses(run: Callable[..., Any]) -> None:
             await call
         with pytest.raises(Unavailable, match="stopping"):
             await harness.register()
+
+
+async def test_a_medium_that_does_not_answer_holds_no_stop_up(run: Callable[..., Any]) -> None:
+    async with run(tier_deadline_s=0.1) as harness:
+        answers = asyncio.Event()
+
+        async def wait_for_a_medium() -> None:
+            while not answers.is_set():
+                with suppress(asyncio.CancelledError):
+                    await answers.wait()
+
+        harness.node._spawn(wait_for_a_medium())
+        await asyncio.sleep(0)
+        async with asyncio.timeout(DEADLINE_S):
+            await harness.node.stop()
+        assert harness.node.is_left_waiting
+        harness.node.tiers[TierKind.DRAM].view(Slot(harness.node.tiers[TierKind.DRAM].arena_id, 0, 0, 4096))
+        answers.set()
+        await harness.node.tiers[TierKind.DRAM].close()
 
 
 async def test_expired_leases_are_expired_without_anybody_asking(run: Callable[..., Any]) -> None:

@@ -37,9 +37,8 @@ from kvtier_vllm.weights import WeightsWatch
 logger = logging.getLogger("vllm.kvtier")
 
 IDLE_WAIT_S: Final = 0.005
-"""A step that computes nothing waits up to this long for a copy to end. With shorter steps the scheduler's
-process and this thread take the copy's processor and GIL (on two cores a load of 87 MiB took twice as long
-with 1 ms); a request that arrives meanwhile waits no longer than this."""
+"""A step that computes nothing waits up to this long for a copy to end: shorter steps take the copy's processor
+and GIL. A request that arrives meanwhile waits no longer than this."""
 CLOSE_TIMEOUT_S: Final = 5.0
 
 

@@ -26,7 +26,6 @@ from kvtier.cli.storage import storage_findings
 from kvtier.client import AdminClient
 from kvtier.config import Config
 from kvtier.errors import KvtierError
-from kvtier.tiers.nvmeof import existing
 from kvtier.v1 import admin_pb2 as pb
 
 PROBE_TIMEOUT_S: Final = 90.0
@@ -72,8 +71,7 @@ def check(
         progress(f"probing {', '.join(names)}")
         running = [pool.submit(_probe, name) for name in names]
         found = local_findings(settings)
-        paths = [*(nvme or ()), *(str(existing(path)) for path in settings.nvme_paths)]
-        found += storage_findings(paths, settings.tier_deadline_s)
+        found += storage_findings(nvme or (), settings.tier_deadline_s, may_be_made=settings.nvme_paths)
         found += network_findings(settings, peer or ())
         found += [each for future in running for each in future.result()]
     ready = not any(each["state"] == MISSING and each["needed"] for each in found)

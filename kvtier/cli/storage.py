@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -15,52 +13,43 @@ from kvtier.cli.findings import DEGRADED, MISSING, OK, Finding, finding, one_lin
 from kvtier.tiers import numa, preflight, sysfs
 from kvtier.tiers.nvmeof import Controller, Namespace, Storage, inspect
 from kvtier.tiers.preflight import Problem, Timeouts
+from kvtier.tiers.silence import existing, silence
 
 TIER_DEADLINE_S: Final = 5.0
 """So long the tier waits for its storage unless configured otherwise."""
 ANSWER_TIMEOUT_S: Final = 5.0
 """A path that has not even told its status by then does not answer."""
-_STAT: Final = "import os, sys\ntry: os.stat(sys.argv[1])\nexcept OSError as error: sys.exit(error.strerror)"
 
 
 def storage_findings(
     paths: Sequence[str],
     deadline_s: float = TIER_DEADLINE_S,
     *,
+    may_be_made: Sequence[Path] = (),
     root: Path = sysfs.SYSFS,
     mountinfo: Path = sysfs.MOUNTINFO,
 ) -> list[Finding]:
-    """One line for each path, and one for everything that is wrong with what lies under it."""
+    """One line for each path, and one for everything that is wrong with what lies under it.
+
+    Parameters
+    ----------
+    may_be_made
+        Further paths, of directories that `kvtier serve` makes where they are not there yet.
+    """
     nodes = numa.memory_nodes(root)
     own = numa.nodes_of_cpus(nodes, numa.own_cpus()) if len(nodes) > 1 else []
     found: list[Finding] = []
-    for path in paths:
-        fault = silence(path)
+    for name, makes in [*((path, False) for path in paths), *((str(path), True) for path in may_be_made)]:
+        fault = silence(Path(name), ANSWER_TIMEOUT_S, may_be_made=makes)
         if fault:
-            found.append(_unusable(path, fault))
+            found.append(_unusable(name, fault))
             continue
+        path = str(existing(Path(name)))
         storage = inspect(Path(path), root=root, mountinfo=mountinfo)
         wrong = preflight.problems(storage, deadline_s, own)
         found.append(_line(path, storage, wrong, deadline_s))
         found += [each for each in map(_problem_line, wrong) if each not in found]
     return found
-
-
-def silence(path: str, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
-    """Why `path` cannot be looked at; empty where it can.
-
-    Asked in a process of its own: nothing ends a wait for a dead mount, so that process is left behind.
-    """
-    command = [sys.executable, "-I", "-S", "-c", _STAT, path]
-    asking = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        _, said = asking.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        asking.kill()
-        return f"does not answer within {timeout_s:g} s"
-    return one_line(said) if asking.returncode else ""
 
 
 def _unusable(path: str, fault: str) -> Finding:

@@ -35,7 +35,6 @@ _GROUPS_AT_ONCE: Final = 1024
 _VERSION: Final = 1
 _HEAD: Final = struct.Struct("<BBHI")
 _NAME: Final = "lossy-fp8"
-_EXPONENT_MASK: Final = 0xFF << 7
 _TOP_EXPONENT: Final = 127
 """Groups are shifted so that their largest exponent is that of 1.0; e4m3 then begins 15 below."""
 _LEAST_EXPONENT: Final = 20

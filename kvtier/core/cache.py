@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from itertools import filterfalse
 from typing import Final
 
 from kvtier.core import messages as m
@@ -173,8 +174,9 @@ class CacheCore:
         above: list[Residency] = [self.residency]
         for tier in self.lower:
             for shard, blocks in tier.shards.items():
-                known = [its.shards[shard] for its in above if shard in its.shards]
-                more = (key for key in blocks if not any(key in its for its in known))
+                more: Iterable[Key] = blocks
+                for its in above:
+                    more = filterfalse(its.shards.get(shard, {}).__contains__, more)
                 keys.setdefault(shard, []).extend(more)
             above.append(tier)
         return keys
@@ -412,6 +414,8 @@ class CacheCore:
         tier = self._lower(event.tier)
         assert tier.is_recovering, "a tier has said already all that it found"
         tier.recover(event.blocks)
+        if event.is_last:
+            tier.map.order_free_extents()
         tier.is_recovering = not event.is_last
         return self._all(now_s)
 

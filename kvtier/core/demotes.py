@@ -22,7 +22,7 @@ from kvtier.types import BlockId, BlockRecord
 MAX_EXAMINED: Final = 256
 """Candidates that are looked at for one demote."""
 RETRY_S: Final = 1.0
-"""No demote begins for so long after one failed, or found no room that is not used or being freed."""
+"""No demote begins for so long after one failed, or found no room; what is freed ends the second wait."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,7 @@ class Demotes:
             target = self.lower.map.pool(shape.slot_bytes)
             self._make_room(target, sources)
             room = min(len(sources), target.free)
-            if not room and not self.lower.map.draining:
+            if not room:
                 self._full_until_s = now_s + RETRY_S
             del sources[room:]
         for leaf, count in leaves:

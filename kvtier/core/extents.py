@@ -103,8 +103,7 @@ class Pool:
         """Take one slot out of turn, because of what is in it; None where it is not free."""
         extent = self.tier.extents[number]
         if extent.pool is None:
-            self.tier.free_extents.remove(number)
-            heapify(self.tier.free_extents)
+            self.tier.free_extents.remove(number)  # see `TierMap.order_free_extents`
             self._serve(extent)
         elif extent.pool is not self or index not in extent.free:
             return None
@@ -203,6 +202,10 @@ class TierMap:
         self.draining: dict[Slot, Place] = {}
         self._policy = policy
         self.grow(spec.allocated_bytes)
+
+    def order_free_extents(self) -> None:
+        """Make them a heap again, after all `claim`s: to do it for each would take a square of time."""
+        heapify(self.free_extents)
 
     def grow(self, allocated_bytes: int) -> None:
         """Slots may lie in so many bytes from now on."""

@@ -194,8 +194,9 @@ class Forest:
         extent.blocks[index] = block
         if block.guards:
             extent.guarded += 1
+        block.orphan = parent is not None and (parent.state == GHOST or parent.orphan)
         self._attach(block, parent)
-        if block.first_child is not None:
+        if block.first_child is not None and not block.orphan:
             self._mark_below(block, orphan=False)
         self.guard(block)
         extent.pool.tier.reserved_bytes += shape.slot_bytes  # type: ignore[union-attr]

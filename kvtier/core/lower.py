@@ -8,7 +8,6 @@ from typing import ClassVar, Final
 
 from kvtier.core.blocks import GHOST, RESIDENT, Block, Shape
 from kvtier.core.config import CoreConfig, TierSpec
-from kvtier.core.extents import Place
 from kvtier.core.publishing import Publishing
 from kvtier.core.rates import Source
 from kvtier.core.residency import Residency
@@ -18,10 +17,11 @@ from kvtier.types import (
     CHECKSUM_SIZE_BYTES,
     KEY_SIZE_BYTES,
     MAX_SHARDS,
-    PAGE_SIZE_BYTES,
     BlockId,
     BlockRecord,
+    Location,
     Slot,
+    whole_pages,
 )
 
 MAX_SECOND_CHANCES: Final = 64
@@ -54,6 +54,8 @@ class LowerTier(Residency):
         It may yet say what it has found: nothing is demoted to it.
     source
         How fast it gives.
+    location
+        It as a place that `Plans` may choose.
     """
 
     scrubs: ClassVar[bool] = False
@@ -77,6 +79,7 @@ class LowerTier(Residency):
         self.source = Source(
             f"tier:{spec.kind.name.lower()}", config.fetch_bytes_per_s, config.fetch_overhead_s
         )
+        self.location = Location(self.source.node, 0, spec.kind)
         self.counts = LowerCounters()
         self._above = above
         self._shapes: dict[tuple[bytes, int], Shape] = {}
@@ -85,7 +88,7 @@ class LowerTier(Residency):
 
     def shape(self, shape: Shape) -> Shape:
         """The same block as it lies here, behind its header."""
-        slot_bytes = -(-shape.block_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES + self.map.spec.header_bytes
+        slot_bytes = whole_pages(shape.block_bytes) + self.map.spec.header_bytes
         return self._shape(shape.fingerprint, shape.block_bytes, slot_bytes)
 
     def _shape(self, fingerprint: bytes, block_bytes: int, slot_bytes: int) -> Shape:
@@ -126,14 +129,6 @@ class LowerTier(Residency):
         extent.last = max(extent.last, accessed)
 
     # ---- recovery
-
-    def admit(self, id: BlockId, parent: Block | None, shape: Shape, place: Place) -> Block:
-        """As `Forest.admit`, also behind a parent that is lost."""
-        block = super().admit(id, parent, shape, place)
-        if parent is not None and (parent.state == GHOST or parent.orphan):
-            block.orphan = True
-            self._mark_below(block, orphan=True)
-        return block
 
     def recover(self, found: Sequence[tuple[Slot, BlockRecord]]) -> int:
         """Put back what the medium still holds, as far as it fits together; returns how many blocks.

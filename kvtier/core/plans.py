@@ -58,7 +58,7 @@ class Plans:
 
     def worth_finding(self, event: m.Lookup, first: int) -> bool:
         """Whether the key where all shards end might be pulled: there is room, and nobody is storing it."""
-        if self.pulling.running >= self.pulling.most or self._room_bytes(self._tier()) <= 0:
+        if self.pulling.running >= self.pulling.most or self.pulling.room_bytes(self._tier()) <= 0:
             return False
         key = event.keys[first]
         for shard in range(event.shard_count):
@@ -101,7 +101,7 @@ class Plans:
         for tier in self._lower:
             block = None if tier.is_down else tier.get(key, shard)
             if block is not None and block.state == RESIDENT and block.shape.fingerprint == fingerprint:
-                found.append(Location(tier.source.node, 0, tier.kind))
+                found.append(tier.location)
         return found
 
     def _plan(
@@ -167,8 +167,7 @@ class Plans:
         """Cut the tail to what the budget, both its bytes and its number, and this engine's holds allow."""
         slot_bytes = engine.shape.slot_bytes
         tier = self._tier()
-        room_bytes = self._room_bytes(tier) if budget is self.pulling else budget.room_bytes(tier)
-        tail.fit(max(0, room_bytes) // slot_bytes, tail.missing)
+        tail.fit(max(0, budget.room_bytes(tier)) // slot_bytes, tail.missing)
         ledger = engine.ledger
         left_bytes = int(tier.allocated_bytes * engine.share) - ledger.bytes
         left_bytes -= sum(ledger.cost(run[tail.begin - 1]) for run in runs if tail.begin)
@@ -197,9 +196,6 @@ class Plans:
 
     def _tier(self) -> TierMap:
         return next(iter(self._residency.tiers.values()))
-
-    def _room_bytes(self, tier: TierMap) -> int:
-        return self.pulling.room_bytes(tier)
 
     def _make_room(self, tail: Tail, lookup: m.Lookup, shape: Shape) -> None:
         """Free as many slots as the tail misses, without eating its own chain; cut it to what there is."""

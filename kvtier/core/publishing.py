@@ -53,6 +53,8 @@ class Publishing:
 
     def take(self) -> list[Publish]:
         """All changes; removals first where a block may be in both, having moved from tier to tier."""
+        if not self.added and not self.removed:
+            return []
         added, removed = self.added, self.removed
         self.added, self.removed = {}, {}
         kinds = sorted(added.keys() | removed.keys())

@@ -104,6 +104,8 @@ class Pulls(Plans):
         self, lookup: m.Lookup, first: int, engine: Engine, first_id: int, now_s: float
     ) -> tuple[m.Offered, list[m.Pull | m.Fetch]]:
         """Begin to fetch what is worth it of the tail from `first` on, which was just offered; offer anew."""
+        if self.fetching.running >= self.fetching.most or self.fetching.room_bytes(self._tier()) <= 0:
+            return self._start(None, "limit", lookup, first, engine, first_id, now_s)
         places = self._below(lookup, first)
         tail, short = self._plan(lookup, first, places, self.fetching, engine, now_s)
         return self._start(tail, short, lookup, first, engine, first_id, now_s)
@@ -234,8 +236,9 @@ class Pulls(Plans):
         for block, checksum in zip(blocks, event.checksums, strict=True):
             residency.commit(block, checksum)
         for block, below in zip(blocks, entry.below[entry.arrived - count : entry.arrived], strict=False):
-            assert block.checksum == below.checksum, "other bytes arrived than were asked for"
-            block.uses = below.uses
+            if below.state == RESIDENT:  # else another fetch has found it wrong, and this one right
+                assert block.checksum == below.checksum, "other bytes arrived than were asked for"
+                block.uses = below.uses
         residency.touch(blocks)
         for block in blocks:
             residency.unguard(block)
@@ -280,7 +283,8 @@ class Pulls(Plans):
             entry.arrived,
             entry.incarnation,
             now_s,
-            failed=bool(event.fault) or entry.is_overdue,
+            failed=bool(event.fault),
+            told=entry.is_overdue,
         )
         budget = self._budget(entry)
         budget.running -= 1

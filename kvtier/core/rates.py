@@ -113,15 +113,29 @@ class Source:
         """Further bytes of a pull."""
         self._count(size_bytes, now_s)
 
-    def ended(self, missing_bytes: int, blocks: int, incarnation: int, now_s: float, *, failed: bool) -> None:
-        """A pull is over: it brought so many blocks, and `missing_bytes` will not come."""
+    def ended(
+        self,
+        missing_bytes: int,
+        blocks: int,
+        incarnation: int,
+        now_s: float,
+        *,
+        failed: bool,
+        told: bool = False,
+    ) -> None:
+        """A pull is over: it brought so many blocks, and `missing_bytes` will not come.
+
+        `told`: that it fails has been told by `fail` already.
+        """
         self.running -= 1
         self._ended_s = now_s
         self.outstanding_bytes -= missing_bytes
         self.pulled_blocks += blocks
-        self.failed_pulls += failed
+        self.failed_pulls += failed or told
         if incarnation < self.incarnation:
             pass  # it says nothing of the present one
+        elif told:
+            pass
         elif failed or not blocks:
             self.fail(now_s)
         else:

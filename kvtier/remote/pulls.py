@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvtier import logs
-from kvtier.batching import batches
+from kvtier.batching import BATCHES_IN_FLIGHT, batches, settle
 from kvtier.config import Config
 from kvtier.core import messages as m
 from kvtier.errors import (
@@ -31,7 +31,6 @@ from kvtier.remote.answers import Acquired, Peer
 from kvtier.remote.link import PeerLink, Peers
 from kvtier.types import Key, Slot
 
-BATCHES_IN_FLIGHT: Final = 2
 MIN_RETRY_S: Final = 0.01
 """With less time left no other transfer is tried."""
 
@@ -247,7 +246,7 @@ class Puller:
         finally:
             if checking is not None:
                 checking.cancel()  # of no effect unless this pull is cancelled
-            await _settle([*(task for _, task in flying), *([] if checking is None else [checking])])
+            await settle([*(task for _, task in flying), *([] if checking is None else [checking])])
 
     def _launch(
         self, job: _Job, transfer: Transfer, remote: Remote, acquired: Acquired, batch: slice
@@ -328,28 +327,6 @@ def _raise_from(task: asyncio.Task[None]) -> None:
     if task.cancelled():
         raise TransferFault("the transfer was cancelled by itself")
     task.result()
-
-
-async def _settle(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Wait until none of them runs; only a caller that is cancelled makes them stop early.
-
-    A transfer that is stopped may have to destroy what all transfers share, while one whose sibling failed
-    ends by itself, in time.
-    """
-    was_cancelled = (task := asyncio.current_task()) is not None and task.cancelling() > 0
-    while running := [its for its in tasks if not its.done()]:
-        if was_cancelled:
-            for its in running:
-                its.cancel()
-        try:
-            await asyncio.wait(running)
-        except asyncio.CancelledError:
-            was_cancelled = True
-    for its in tasks:
-        if not its.cancelled():
-            its.exception()  # its sibling's is the one that is told
-    if was_cancelled:
-        raise asyncio.CancelledError
 
 
 def _fault(error: KvtierError, is_late: bool) -> str:

@@ -276,7 +276,7 @@ class Remote:
             return None
         self._note_garbage()
         usable = self._usable()  # a node may have died, or begun anew, while the index was asked
-        counting = [[_lent(self._counting(its, usable)) for its in shard] for shard in places]
+        counting = [[self._counting(its, usable) for its in shard] for shard in places]
         if not any(any(shard) for shard in counting):
             return None
         return m.Located(lookup=lookup, first=find.first, places=counting)
@@ -288,7 +288,8 @@ class Remote:
         begin, step = 0, min(FIRST_FIND_KEYS, most)
         while begin < len(keys):
             part = keys[begin : begin + step]
-            found = await self.index.find([BlockId(key, shard) for shard in shards for key in part])
+            told = await self.index.find([BlockId(key, shard) for shard in shards for key in part])
+            found = [_lent(its) for its in told]
             for shard in shards:
                 places[shard] += found[shard * len(part) : (shard + 1) * len(part)]
             if not all(found):

@@ -13,7 +13,7 @@ from kvtier.core import messages as m
 from kvtier.core.config import CALL_ID_BYTES
 from kvtier.errors import InvalidRequest, ProtocolMismatch, UnknownId
 from kvtier.remote.channels import READ_CHUNK_BYTES
-from kvtier.types import MAX_SHARDS, PAGE_SIZE_BYTES, PROTOCOL_VERSION, Key, Slot, unpack_keys
+from kvtier.types import MAX_SHARDS, PROTOCOL_VERSION, Key, Slot, unpack_keys, whole_pages
 from kvtier.v1 import peer_pb2 as pb
 
 FINGERPRINT_SIZE_BYTES: Final = 32
@@ -139,7 +139,7 @@ def leased(reply: m.Leased, arena: int) -> pb.AcquireResponse:
 
 def fits(slot: Slot, block_bytes: int) -> bool:
     """Whether a slot holds a block of so many bytes: rounded up to whole pages, neither more nor less."""
-    return slot.size_bytes == -(-block_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
+    return slot.size_bytes == whole_pages(block_bytes)
 
 
 def chunks(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:

@@ -106,6 +106,7 @@ class FileTier(Tier):
         self._allocated_bytes = 0
         self._capacity_bytes = 0
         self._epoch = 0
+        self._is_covered = False
         self._positions = Positions()
         self._written_before = 0
         self._day = 0
@@ -139,7 +140,13 @@ class FileTier(Tier):
     @property
     def notices(self) -> tuple[str, ...]:
         """What an operator should know: no O_DIRECT, too little space."""
-        return tuple(self._medium.notices)
+        notices = list(self._medium.notices)
+        if self._allocated_bytes < self._capacity_bytes:
+            notices.append(
+                f"{self._allocated_bytes} of {self._capacity_bytes} bytes: the file system has no more space "
+                "that is not left to others; grows when there is"
+            )
+        return tuple(notices)
 
     @property
     def read_bytes(self) -> int:
@@ -155,11 +162,6 @@ class FileTier(Tier):
     def written_today_bytes(self) -> int:
         """Written since midnight UTC, by earlier daemons too: what endurance is given in."""
         return self._written_ever_bytes - self._day_begin()
-
-    @property
-    def faults(self) -> int:
-        """How often the tier was quarantined."""
-        return self._health.faults
 
     @property
     def _written_ever_bytes(self) -> int:
@@ -302,13 +304,14 @@ class FileTier(Tier):
         return True
 
     def _probe(self, scratch: Scratch) -> None:
+        owed = list(self._owed_drops)  # more may come meanwhile
         with self._health.probing():
             self._medium.reopen()
-            for job in self._zeroing(list(self._owed_drops)):
+            for job in self._zeroing(owed):
                 job(scratch)
             for stripe in self._medium.stripes:
                 stripe.flush()
-        self._owed_drops.clear()
+        self._owed_drops.difference_update(owed)
 
     # ---- bytes
 
@@ -316,6 +319,7 @@ class FileTier(Tier):
         self, slots: Sequence[Slot], records: Sequence[BlockRecord], into: Sequence[memoryview]
     ) -> list[int]:
         """See `Tier.read`: header and checksum of every block are compared with its record."""
+        self._check_all(slots, records, into)
         moves = self._moves(slots, records, into)
         medium = self._medium.number
         wrong: list[int] = []
@@ -430,7 +434,13 @@ class FileTier(Tier):
     async def checkpoint(self) -> None:
         """See `kvtier.interfaces.Durable`; in the background, beside reads and writes."""
         self._check_open()
-        await self._checkpoint()
+        if not self._is_covered or any(self._has_changed(extent) for extent in self._extents):
+            await self._checkpoint()
+            self._is_covered = True
+
+    def _has_changed(self, extent: Extent) -> bool:
+        """Since the last checkpoint."""
+        return extent.epoch == self._epoch or bool(extent.busy) or extent.marking is not None
 
     async def _checkpoint(self) -> None:
         self._epoch += 1
@@ -501,7 +511,6 @@ class FileTier(Tier):
     def _moves(
         self, slots: Sequence[Slot], records: Sequence[BlockRecord], buffers: Sequence[memoryview]
     ) -> list[Move]:
-        self._check_all(slots, records, buffers)
         moves = []
         for number, (slot, record, buffer) in enumerate(zip(slots, records, buffers, strict=True)):
             stripe, begin = self._medium.place(slot.extent)
@@ -568,7 +577,7 @@ class FileTier(Tier):
                 batch.abandon()
                 if leave and not batch.has_ended:
                     self._left = batch
-                    raise TierFault(stuck)
+                    break
         if cancelled is not None:
             raise cancelled
         if batch.error is not None:

@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtier.types import KEY_SIZE_BYTES, PAGE_SIZE_BYTES, BlockId, BlockRecord
+from kvtier.types import KEY_SIZE_BYTES, PAGE_SIZE_BYTES, BlockId, BlockRecord, whole_pages
 
 FORMAT_VERSION: Final = 1
 HEADER_BYTES: Final = 192
@@ -86,11 +86,6 @@ COVERED_DTYPE: Final = np.dtype(
     [("extent", "<u4"), ("generation", "<u4"), ("slot_bytes", "<u8"), ("rows", "<u4"), ("reserved", "<u4")]
 )
 assert ROW_DTYPE.itemsize == HEADER_BYTES == _HEADER.size + 16
-
-
-def pages(size_bytes: int) -> int:
-    """`size_bytes` rounded up to whole pages."""
-    return -(-size_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
 
 
 def _page(content: bytes) -> bytes:
@@ -362,7 +357,7 @@ class Catalogue:
     @property
     def size_bytes(self) -> int:
         """Of the area that it needs."""
-        return PAGE_SIZE_BYTES + pages(self.covered.nbytes + self.rows.nbytes)
+        return PAGE_SIZE_BYTES + whole_pages(self.covered.nbytes + self.rows.nbytes)
 
     def pack(self, medium: bytes) -> bytes:
         """Whole pages."""
@@ -380,7 +375,18 @@ class Catalogue:
             self.day_begin_bytes,
             xxhash.xxh3_128_digest(payload),
         )
-        return _page(content + _mac(medium, content)) + payload.ljust(pages(len(payload)), b"\0")
+        return _page(content + _mac(medium, content)) + payload.ljust(whole_pages(len(payload)), b"\0")
+
+
+def catalogue_bytes(medium: bytes, page: memoryview) -> int:
+    """How much of an area its catalogue takes, as its first page says; 0 where that begins none."""
+    content = page[: _CATALOGUE.size]
+    magic, version, _, size, *_ = _CATALOGUE.unpack(content)
+    if magic != _CATALOGUE_MAGIC or version != 1:
+        return 0
+    if page[_CATALOGUE.size : _CATALOGUE.size + 16] != _mac(medium, content):
+        return 0
+    return PAGE_SIZE_BYTES + whole_pages(size)
 
 
 def read_catalogue(medium: bytes, area: memoryview) -> Catalogue | None:

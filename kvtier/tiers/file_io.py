@@ -88,13 +88,14 @@ class Stripe:
             A live daemon has it.
         """
         try:
-            self.name, is_directory = _kind(self.path)
-            if is_directory:
-                self._open_slab(create)
-            else:
-                self._open_device()
-            self._lock_file()
-            self._choose_direct()
+            with self._health.asking():
+                self.name, is_directory = _kind(self.path)
+                if is_directory:
+                    self._open_slab(create)
+                else:
+                    self._open_device()
+                self._lock_file()
+                self._choose_direct()
         except OSError as error:
             self.close()
             raise ConfigError(

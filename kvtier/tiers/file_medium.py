@@ -27,7 +27,7 @@ from kvtier.tiers import file_format
 from kvtier.tiers.file_format import FORMAT_VERSION, MAX_EXTENTS, MEDIUM_BYTES, SUPERBLOCK_READERS, Superblock
 from kvtier.tiers.file_io import SLAB_NAME, Calls, Stripe
 from kvtier.tiers.file_threads import Health
-from kvtier.types import PAGE_SIZE_BYTES
+from kvtier.types import PAGE_SIZE_BYTES, whole_pages
 
 MAX_STRIPES: Final = 64
 GROW_STEP_BYTES: Final = 1 << 30
@@ -83,7 +83,7 @@ class Plan:
             share - share // 512 - (64 << 10) if size is None else min(share, size) for size in sizes
         )
         area = self.catalogue_bytes if self.catalogue_bytes is not None else usable // 256
-        area = max(PAGE_SIZE_BYTES, file_format.pages(area))
+        area = max(PAGE_SIZE_BYTES, whole_pages(area))
         extents = (usable - 2 * PAGE_SIZE_BYTES - 2 * area) // (self.extent_bytes + PAGE_SIZE_BYTES)
         if extents < 1:
             raise ConfigError(
@@ -303,11 +303,6 @@ class Medium:
             self._own.append(max(0, end_bytes - superblock.extent_offset(0)) // superblock.extent_bytes)
         while self.extend():
             pass
-        if self.allocated_extents < self.extents:
-            self._note(
-                f"{self.allocated_extents} of {self.extents} extents: the file system has no more space "
-                f"({self._plan.keep_free_bytes} bytes are left to others); grows when there is"
-            )
 
     def extend(self) -> bool:
         """Take one more step of space; False where there is none, or the cap is reached."""

@@ -30,7 +30,7 @@ from kvtier.tiers.file_format import HEADER_BYTES, ROW_DTYPE, Catalogue, Rows, T
 from kvtier.tiers.file_medium import Medium
 from kvtier.tiers.file_runs import Move, read_run
 from kvtier.tiers.file_threads import WINDOW_BYTES, Job, Scratch
-from kvtier.types import PAGE_SIZE_BYTES, BlockRecord, Slot
+from kvtier.types import PAGE_SIZE_BYTES, BlockRecord, Slot, whole_pages
 
 _WHOLE_SLOT_BYTES: Final = 32 << 10
 """Extents of slots up to this size are read as a whole: faster than many single pages."""
@@ -39,7 +39,7 @@ _CHUNK_BYTES: Final = 1 << 20
 
 @dataclass(slots=True)
 class Recovery:
-    """One start; `scans`, then `checks` are jobs for threads, `finish` is last.
+    """One start; `scans`, then `checks` are jobs for threads, `drop_doubles` is last.
 
     Attributes
     ----------
@@ -68,7 +68,12 @@ class Recovery:
         for stripe, superblock in zip(self.medium.stripes, self.medium.superblocks, strict=True):
             latest: Catalogue | None = None
             for area in (0, 1):
-                raw = stripe.load(superblock.catalogue_offset(area), superblock.catalogue_bytes)
+                offset_bytes = superblock.catalogue_offset(area)
+                page = stripe.load(offset_bytes, PAGE_SIZE_BYTES)
+                size_bytes = file_format.catalogue_bytes(superblock.medium, page)
+                if not 0 < size_bytes <= superblock.catalogue_bytes:
+                    continue
+                raw = stripe.load(offset_bytes, size_bytes)
                 catalogue = file_format.read_catalogue(superblock.medium, raw)
                 if catalogue is not None and (latest is None or catalogue.epoch > latest.epoch):
                     latest = catalogue
@@ -179,7 +184,7 @@ class Recovery:
         index = (offset_bytes - number * self.medium.extent_bytes) // extent.slot_bytes
         row = bytes(extent.rows[index * HEADER_BYTES : (index + 1) * HEADER_BYTES])
         header = file_format.unpack_row(row)
-        memory = memoryview(mmap.mmap(-1, file_format.pages(header.record.block_bytes)))
+        memory = memoryview(mmap.mmap(-1, whole_pages(header.record.block_bytes)))
         move = Move(
             0,
             stripe,

@@ -18,7 +18,7 @@ from kvtier.tiers import file_format
 from kvtier.tiers.file_format import HEADER_BYTES, Place
 from kvtier.tiers.file_io import Stripe
 from kvtier.tiers.file_threads import SCRATCH_BYTES, Scratch
-from kvtier.types import PAGE_SIZE_BYTES, BlockRecord
+from kvtier.types import PAGE_SIZE_BYTES, BlockRecord, whole_pages
 
 RUN_BYTES: Final = 2 << 20
 """A call into the kernel moves at most so much."""
@@ -55,7 +55,7 @@ class Move:
     @property
     def is_full(self) -> bool:
         """The slot has no pages that are not used: the next slot's header follows at once."""
-        return PAGE_SIZE_BYTES + file_format.pages(self.record.block_bytes) == self.place.slot_bytes
+        return PAGE_SIZE_BYTES + whole_pages(self.record.block_bytes) == self.place.slot_bytes
 
 
 def runs(moves: Iterable[Move]) -> list[list[Move]]:

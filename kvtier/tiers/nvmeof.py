@@ -117,11 +117,6 @@ class Storage:
     problem: str = ""
 
 
-def existing(path: Path) -> Path:
-    """What a directory that is not there yet would be made in."""
-    return next((its for its in (path, *path.parents) if its.exists()), path)
-
-
 def inspect(path: Path, *, root: Path = SYSFS, mountinfo: Path = MOUNTINFO) -> Storage:
     """What lies under a directory, a file or a block device.
 

@@ -7,6 +7,7 @@ import pytest
 
 from kvtier.cli import storage
 from kvtier.cli.findings import DEGRADED, MISSING, OK, Finding
+from kvtier.tiers import silence
 from tests.tiers.machines import LOCAL, SAFE, TCP, Machine
 
 
@@ -73,8 +74,16 @@ def test_a_path_that_is_not_there(machine: Machine, tmp_path: Path) -> None:
 
 def test_a_path_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a dead mount does to `os.stat`; no machine is asked to have one."""
-    monkeypatch.setattr(storage, "_STAT", "import time; time.sleep(60)")
-    assert "does not answer within 0.2 s" in storage.silence(str(tmp_path), 0.2)
+    monkeypatch.setattr(silence, "_STAT", "import time; time.sleep(60)")
+    assert "does not answer within 0.2 s" in silence.silence(tmp_path, 0.2)
+
+
+def test_a_directory_that_may_be_made(tmp_path: Path) -> None:
+    far = tmp_path / "a" / "b"
+    assert silence.silence(far, 30.0, may_be_made=True) == ""
+    assert silence.existing(far) == tmp_path
+    (tmp_path / "file").touch()
+    assert "Not a directory" in silence.silence(tmp_path / "file" / "a", 30.0, may_be_made=True)
 
 
 def test_nothing_is_written(tmp_path: Path) -> None:

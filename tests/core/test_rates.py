@@ -31,6 +31,16 @@ def test_a_rate_of_long_ago_does_not_keep_a_peer_away_for_ever() -> None:
     assert source.seconds(0, later_s) == source.expected_s(), "while one runs, it is being measured"
 
 
+def test_what_was_overdue_has_failed_once() -> None:
+    source = Source("n", 1e9, 0.003)
+    source.started(MIB)
+    source.fail(50.0)
+    source.ended(MIB, 0, 0, 60.0, failed=True, told=True)
+    assert source.failures == 1
+    assert source.failed_pulls == 1
+    assert source.seconds(MIB, 50.0 + FORGIVEN_AFTER_S) == source.expected_s(MIB)
+
+
 def test_failures_weigh_in_the_choice_and_not_in_the_time_that_is_given() -> None:
     source = Source("n", 1e9, 0.003)
     before_s = source.expected_s(MIB)

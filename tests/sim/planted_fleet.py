@@ -20,6 +20,7 @@ from kvtier.core.engines import Engines, Party
 from kvtier.core.forest import Forest
 from kvtier.core.holds import Holds
 from kvtier.core.leases import Leases
+from kvtier.core.plans import Budget
 from kvtier.core.pulls import Pulls
 from kvtier.core.replies import ReplyCache
 from kvtier.core.residency import Residency
@@ -59,7 +60,7 @@ def pulls_do_not_wait_for_the_other_batch(patch: pytest.MonkeyPatch) -> None:
     async def wrong(tasks: Sequence[asyncio.Task[None]]) -> None:
         return None
 
-    patch.setattr(pulls, "_settle", wrong)
+    patch.setattr(pulls, "settle", wrong)
 
 
 def pulled_bytes_are_not_verified(patch: pytest.MonkeyPatch) -> None:
@@ -238,7 +239,7 @@ def a_peer_may_lease_everything(patch: pytest.MonkeyPatch) -> None:
 
 
 def pulls_may_fill_everything(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pulls, "_room_bytes", lambda self, tier: tier.allocated_bytes)
+    patch.setattr(Budget, "room_bytes", lambda self, tier: tier.allocated_bytes)
 
 
 def evictions_are_not_published(patch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from kvtier.testing.tier_tests import record_of, slot_of
 from kvtier.tiers import file_format
 from kvtier.tiers.file import FileTier
 from kvtier.tiers.file_format import Superblock
-from kvtier.types import BlockRecord, Slot
+from kvtier.types import BlockRecord, Slot, whole_pages
 
 KIB, MIB = 1 << 10, 1 << 20
 NODE = "a1" * 16
@@ -91,9 +91,9 @@ class Blocks:
     async def write(self, tier: FileTier, first: int = 0) -> Blocks:
         """Into the slots from number `first` on."""
         block_bytes = len(self.payloads[0])
-        per = tier.extent_bytes // slot_of(tier, 0, 0, file_format.pages(block_bytes)).size_bytes
+        per = tier.extent_bytes // slot_of(tier, 0, 0, whole_pages(block_bytes)).size_bytes
         self.slots = [
-            slot_of(tier, number // per, number % per, file_format.pages(block_bytes))
+            slot_of(tier, number // per, number % per, whole_pages(block_bytes))
             for number in range(first, first + len(self.payloads))
         ]
         await tier.write(self.slots, self.records, [memoryview(payload) for payload in self.payloads])

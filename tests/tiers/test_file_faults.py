@@ -132,7 +132,6 @@ async def test_any_error_quarantines_until_the_device_works(
     with pytest.raises(TierFault, match=os.strerror(code)):
         await (use(tier) if use else tier.drop(blocks.slots[:1]))
     assert os.strerror(code) in tier.fault
-    assert tier.faults == 1
     device.errors.clear()
     await all_refused(tier, blocks)
     device.errors[operation] = code
@@ -142,7 +141,6 @@ async def test_any_error_quarantines_until_the_device_works(
     assert tier.fault == ""
     again = await Blocks(20, seed=1).write(tier)
     assert await again.wrong(tier) == []
-    assert tier.faults == 1
 
 
 async def test_drops_that_were_refused_are_made_up_for(tmp_path: Path, device: Device) -> None:
@@ -276,6 +274,34 @@ async def test_a_device_that_stops_during_a_checkpoint_or_a_probe(tier: FileTier
     device.go()
     await come_back(tier)
     assert await blocks.wrong(tier) == []
+
+
+async def test_a_probe_that_is_stuck_can_be_cancelled(tier: FileTier, device: Device) -> None:
+    blocks = await Blocks(3).write(tier)
+    device.errors["read"] = errno.EIO
+    with pytest.raises(TierFault):
+        await blocks.wrong(tier)
+    device.errors.clear()
+    device.stop("read")
+    probing = asyncio.create_task(tier.probe())
+    await until(lambda: device.waiting, "the probe is on its way")
+    probing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(probing, DEADLINE_S)
+    device.go()
+    await come_back(tier)
+
+
+async def test_a_checkpoint_of_nothing_new_writes_nothing(tier: FileTier) -> None:
+    blocks = await Blocks(3).write(tier)
+    await tier.checkpoint()
+    written_bytes = tier.written_bytes
+    await tier.checkpoint()
+    assert tier.written_bytes == written_bytes
+    await tier.drop(blocks.slots[:1])
+    dropped_bytes = tier.written_bytes
+    await tier.checkpoint()
+    assert tier.written_bytes > dropped_bytes > written_bytes
 
 
 async def test_a_device_that_stops_before_the_start_and_at_the_end_holds_nobody_up(
