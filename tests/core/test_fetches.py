@@ -154,6 +154,21 @@ def test_what_is_overdue_may_be_fetched_again() -> None:
     assert w.match(keys) == 2
 
 
+def test_what_one_fetch_finds_wrong_another_may_have_read_right() -> None:
+    """A medium that fails once: the late fetch is told to have found what the second one has read well."""
+    w = world(8)
+    keys = chain("a", 2)
+    sunk(w, keys)
+    _, (late,) = w.fetch(keys)
+    w.do(m.Overdue(late.pull))
+    _, (fetch,) = w.fetch(keys)
+    w.do(m.PullEnded(late.pull, "corrupt", keys))
+    assert w.in_nvme(keys) == 0
+    w.fetched(fetch, 2)
+    w.end(fetch)
+    assert w.match(keys) == 2
+
+
 def test_a_failed_fetch_gives_everything_back() -> None:
     w = world(8)
     keys = chain("a", 4)
