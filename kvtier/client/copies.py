@@ -19,6 +19,9 @@ LOAD_GROUP_BYTES: Final = 4 << 20
 """A load checks its budget after each group: small against the budget, large against the cost of a step."""
 STORE_GROUP_BYTES: Final = 1 << 20
 """A store hashes each group right after its copy, while the bytes are in the core's own cache."""
+BEGIN_BEFORE_BYTES: Final = 16 << 20
+"""The call that ends a copy is announced when so much, 1-2 ms, is left to copy: a node that was silent
+for 5 ms answers 1.5 ms later than one that is awake."""
 
 
 class Copier(Protocol):

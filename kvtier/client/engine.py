@@ -308,9 +308,17 @@ class EngineClient:
                 count = min(len(keys), session.max_keys)
                 verify = self._verify_loads or session.verify_loads
                 run = LoadRun(
-                    self._link, session, arena, pages, keys[:count], ids[:count], verify, self._workers
+                    self._link,
+                    session,
+                    arena,
+                    pages,
+                    keys[:count],
+                    ids[:count],
+                    verify,
+                    self._workers,
+                    self._call_timeout_s,
                 )
-                loaded = run.run(request_id, self._shard, deadline, self._call_timeout_s)
+                loaded = run.run(request_id, self._shard, deadline)
         except KvtierError as error:
             if session is not None:
                 self._link.failed(session, error, given_s)

@@ -11,13 +11,13 @@ from typing import Final
 import numpy as np
 
 from kvtier.client.admin import new_call_id
-from kvtier.client.copies import checksum, groups
+from kvtier.client.copies import BEGIN_BEFORE_BYTES, checksum, groups
 from kvtier.client.mapping import ArenaMapping
 from kvtier.client.pages import Pages
 from kvtier.client.parallel import Workers
 from kvtier.client.results import BUDGET, CORRUPT, EXPIRED, MISSING, reason_of
 from kvtier.client.session import Link, Session
-from kvtier.client.stub import Deadline
+from kvtier.client.stub import Begun, Deadline
 from kvtier.errors import KvtierError, TierFault
 from kvtier.types import CHECKSUM_SIZE_BYTES, Key, pack_keys
 from kvtier.v1 import engine_pb2 as pb
@@ -49,6 +49,7 @@ class LoadRun:
         block_ids: Sequence[int],
         verify: str,
         workers: Workers,
+        call_timeout_s: float,
     ) -> None:
         self.reason = ""
         self.corrupt: list[Key] = []
@@ -63,9 +64,18 @@ class LoadRun:
         self._lease = 0
         self._received = 0
         self._copied = 0
+        self._call_timeout_s = call_timeout_s
+        self._release_call: Begun | None = None
 
-    def run(self, request_id: str, shard: int, deadline: Deadline, call_timeout_s: float) -> int:
+    def run(self, request_id: str, shard: int, deadline: Deadline) -> int:
         """Returns how many leading blocks are in place, 0 on any doubt."""
+        try:
+            return self._run(request_id, shard, deadline)
+        finally:
+            if self._release_call is not None:
+                self._release_call.drop()
+
+    def _run(self, request_id: str, shard: int, deadline: Deadline) -> int:
         given_s = deadline.left_s()
         try:
             self._receive(request_id, shard, deadline)
@@ -78,7 +88,7 @@ class LoadRun:
         if not self._lease:
             self.reason = self.reason or MISSING
             return 0
-        loaded = self._copied if self._release(shard, deadline, call_timeout_s) else 0
+        loaded = self._copied if self._release(shard, deadline) else 0
         if not self.reason and loaded < len(self._keys):
             self.reason = MISSING
         return loaded
@@ -148,6 +158,9 @@ class LoadRun:
             if deadline.is_over():
                 self.reason = BUDGET
                 return False
+            left_bytes = (len(self._keys) - self._copied) * block_bytes
+            if self._release_call is None and self._copied and left_bytes <= BEGIN_BEFORE_BYTES:
+                self._release_call = self._link.begin("Release", self._call_timeout_s)
             for (begin, end), good in zip(wave, self._workers.map(copy, wave), strict=True):
                 self._copied += good
                 if good < end - begin:
@@ -155,7 +168,7 @@ class LoadRun:
                     return False
         return True
 
-    def _release(self, shard: int, deadline: Deadline, call_timeout_s: float) -> bool:
+    def _release(self, shard: int, deadline: Deadline) -> bool:
         request = pb.ReleaseRequest(
             call_id=new_call_id(),
             engine_id=self._session.engine_id,
@@ -163,9 +176,11 @@ class LoadRun:
             corrupt_keys=pack_keys(self.corrupt),
             shard=shard,
         )
-        timeout_s = min(call_timeout_s, max(deadline.left_s(), RELEASE_TIMEOUT_S))
+        timeout_s = min(self._call_timeout_s, max(deadline.left_s(), RELEASE_TIMEOUT_S))
         try:
-            reply = self._link.call(self._session, "Release", request, Deadline(timeout_s), timeout_s)
+            reply = self._link.call(
+                self._session, "Release", request, Deadline(timeout_s), timeout_s, self._release_call
+            )
         except KvtierError as error:
             self.reason = reason_of(error)
             return False

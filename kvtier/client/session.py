@@ -27,7 +27,7 @@ from kvtier.client import forks
 from kvtier.client.admin import new_call_id
 from kvtier.client.liveness import EngineLock
 from kvtier.client.mapping import ArenaMapping, slots_at
-from kvtier.client.stub import Deadline, Wire
+from kvtier.client.stub import Begun, Deadline, Wire
 from kvtier.errors import (
     Conflict,
     DeadlineExceeded,
@@ -214,12 +214,27 @@ class Link:
                 self._wake_up()  # the thread fills the page tables
         return arena
 
-    def call(self, session: Session, method: str, request: Any, deadline: Deadline, limit_s: float) -> Any:
+    def begin(self, method: str, limit_s: float) -> Begun | None:
+        """Announce a call; None where that is not possible, which the call itself will find out."""
+        try:
+            return self.wire.begin(method, limit_s)
+        except KvtierError:
+            return None
+
+    def call(
+        self,
+        session: Session,
+        method: str,
+        request: Any,
+        deadline: Deadline,
+        limit_s: float,
+        begun: Begun | None = None,
+    ) -> Any:
         """One call; after a broken connection it is repeated once, with the same call id."""
         given_s = min(deadline.left_s(), limit_s)
         try:
             try:
-                reply = self.wire.call(method, request, deadline.timeout_s(limit_s))
+                reply = self.wire.call(method, request, deadline.timeout_s(limit_s), begun)
             except DeadlineExceeded:
                 raise
             except Unavailable:

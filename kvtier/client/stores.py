@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from kvtier.client.admin import new_call_id
-from kvtier.client.copies import checksum, groups
+from kvtier.client.copies import BEGIN_BEFORE_BYTES, checksum, groups
 from kvtier.client.mapping import ArenaMapping
 from kvtier.client.pages import Pages
 from kvtier.client.parallel import Workers
 from kvtier.client.results import DEADLINE, STOPPED, StoreResult, reason_of
 from kvtier.client.session import Link, Session, abort_request
-from kvtier.client.stub import Deadline
+from kvtier.client.stub import Begun, Deadline
 from kvtier.errors import KvtierError, TierFault, Unavailable
 from kvtier.types import Key, Layout, pack_keys
 from kvtier.v1 import engine_pb2 as pb
@@ -45,6 +45,7 @@ class StoreRun:
         self._workers = workers
         self._stop = stop
         self._call_timeout_s = call_timeout_s
+        self._commit: Begun | None = None
 
     def run(
         self,
@@ -106,13 +107,16 @@ class StoreRun:
                 keys=pack_keys(keys[i] for i in granted),
                 checksums=b"".join(checksums),
             )
-            return int(self._call("Commit", request, deadline).committed), ""
+            return int(self._call("Commit", request, deadline, self._commit).committed), ""
         except KvtierError as error:
             self._abort(reply.reservation_id)
             return 0, reason_of(error)
         except BaseException:
             self._abort(reply.reservation_id)
             raise
+        finally:
+            if self._commit is not None:
+                self._commit.drop()
 
     def _accept(self, reply: pb.ReserveResponse, asked: int, granted: Sequence[int]) -> list[int]:
         """The granted slots; raises `TierFault` before anything is touched."""
@@ -138,6 +142,9 @@ class StoreRun:
         for wave in self._workers.waves(parts):
             if deadline.is_over() or (self._stop is not None and self._stop.is_set()):
                 return None
+            left_bytes = (len(offsets) - wave[0][0]) * layout.block_bytes
+            if self._commit is None and wave[0][0] and left_bytes <= BEGIN_BEFORE_BYTES:
+                self._commit = self._link.begin("Commit", self._call_timeout_s)
             for part in self._workers.map(copy, wave):
                 checksums += part
         if self._stop is not None and self._stop.is_set():
@@ -156,5 +163,5 @@ class StoreRun:
         except KvtierError:
             pass  # the node does not know it (any more)
 
-    def _call(self, method: str, request: object, deadline: Deadline) -> Any:
-        return self._link.call(self._session, method, request, deadline, self._call_timeout_s)
+    def _call(self, method: str, request: object, deadline: Deadline, begun: Begun | None = None) -> Any:
+        return self._link.call(self._session, method, request, deadline, self._call_timeout_s, begun)

@@ -16,7 +16,7 @@ from kvtier.client.transport import Connection, Deadline, Status
 from kvtier.errors import DeadlineExceeded, KvtierError, Unavailable
 from kvtier.v1 import admin_pb2, engine_pb2
 
-__all__ = ["ERROR_METADATA", "Deadline", "Wire", "translate"]
+__all__ = ["ERROR_METADATA", "Begun", "Deadline", "Wire", "translate"]
 
 ERROR_METADATA: Final = b"kvtier-error"
 MAX_ERROR_CHARS: Final = 500
@@ -61,6 +61,27 @@ def translate(status: Status) -> KvtierError:
     return _BY_CODE.get(status.code, KvtierError)(message)
 
 
+class Begun:
+    """A call of which the node knows already that it comes. For one thread; `drop` it or make it."""
+
+    __slots__ = ("_connection", "method")
+
+    def __init__(self, connection: Connection, method: str) -> None:
+        self._connection: Connection | None = connection
+        self.method = method
+
+    def take(self) -> Connection | None:
+        """Its connection, once."""
+        connection, self._connection = self._connection, None
+        return connection
+
+    def drop(self) -> None:
+        """Do without the call, if it was not made; idempotent."""
+        connection = self.take()
+        if connection is not None:
+            connection.close()
+
+
 class Wire:
     """Calls to the daemon at one socket. Thread-safe; connects when a call needs it."""
 
@@ -74,21 +95,36 @@ class Wire:
         self._idle: list[Connection] = []
         self._all: weakref.WeakSet[Connection] = weakref.WeakSet()
 
-    def call(self, method: str, request: Any, timeout_s: float) -> Any:
+    def begin(self, method: str, timeout_s: float) -> Begun:
+        """Announce a call that will be made soon, and be answered within `timeout_s` from now.
+
+        Raises `Unavailable` or `DeadlineExceeded`.
+        """
+        deadline = Deadline(timeout_s)
+        connection = self._idle_connection() or self._connect(deadline)
+        connection.begin(_METHODS[method][0], deadline)
+        return Begun(connection, method)
+
+    def call(self, method: str, request: Any, timeout_s: float, begun: Begun | None = None) -> Any:
         """One answer within `timeout_s`; raises from `kvtier.errors` only."""
-        answers = list(self.stream(method, request, timeout_s))
+        answers = list(self.stream(method, request, timeout_s, begun))
         if len(answers) != 1:
             raise Unavailable(f"the node gave {len(answers)} answers to a call of {method}")
         return answers[0]
 
-    def stream(self, method: str, request: Any, timeout_s: float) -> Generator[Any]:
+    def stream(
+        self, method: str, request: Any, timeout_s: float, begun: Begun | None = None
+    ) -> Generator[Any]:
         """The answers of a call, all within `timeout_s`; closing the generator cancels it.
 
         A connection that lay idle may turn out to be closed just now; the call is then made again on a new
         one. (Its `call_id` makes sure that the node carries it out once.)
         """
+        assert begun is None or begun.method == method
         deadline = Deadline(timeout_s)
-        connection = self._idle_connection()
+        connection = begun.take() if begun is not None else None
+        if connection is None:
+            connection = self._idle_connection()
         if connection is not None:
             has_answer = False
             try:

@@ -117,6 +117,7 @@ class Connection:
         self._spins = True
         self._sent_at_s = 0.0
         self._stream_id = -1
+        self._is_begun = False
         self._received_bytes = 0
         self._window = _DEFAULT_WINDOW
         self._stream_window = self._initial_window = _DEFAULT_WINDOW
@@ -177,6 +178,21 @@ class Connection:
                 kind, flags, stream, payload = self._next_frame(deadline)
                 self._control(kind, stream, payload, flags, deadline)
 
+    def begin(self, path: bytes, deadline: Deadline) -> None:
+        """Send the head of a call now; `call` with the same path and deadline then sends the rest.
+
+        A peer that has been asleep wakes up meanwhile, which takes it longer than to answer.
+        """
+        try:
+            self._write(self._head(path, deadline), deadline)
+            self._is_begun = True
+        except TimeoutError:
+            self.close()
+            raise DeadlineExceeded("the node does not read what is sent to it") from None
+        except OSError as error:
+            self.close()
+            raise Unavailable(f"the connection to the node broke ({error.strerror or error})") from None
+
     def call(self, path: bytes, body: bytes, deadline: Deadline) -> Generator[bytes]:
         """The messages that answer `body`; ends with the status OK.
 
@@ -219,8 +235,6 @@ class Connection:
     # ---- one call
 
     def _call(self, path: bytes, body: bytes, deadline: Deadline) -> Generator[bytes]:
-        self._stream_id += 2
-        self._stream_window = self._initial_window
         self._send(path, body, deadline)
         message = bytearray()
         is_first = True
@@ -243,9 +257,9 @@ class Connection:
                 return
 
     def _send(self, path: bytes, body: bytes, deadline: Deadline) -> None:
-        headers = _request_headers(path, deadline.timeout_s(float("inf")))
         data = b"\0" + struct.pack(">I", len(body)) + body
-        out = [_frame(_HEADERS, _END_HEADERS, self._stream_id, headers)]
+        out = [] if self._is_begun else [self._head(path, deadline)]
+        self._is_begun = False
         begin = 0
         while begin < len(data):
             room = min(self._window, self._stream_window, self._max_frame)
@@ -263,6 +277,12 @@ class Connection:
             out.append(_frame(_DATA, _END_STREAM if begin == len(data) else 0, self._stream_id, part))
         self._write(b"".join(out), deadline)
         self._sent_at_s = time.perf_counter()
+
+    def _head(self, path: bytes, deadline: Deadline) -> bytes:
+        self._stream_id += 2
+        self._stream_window = self._initial_window
+        headers = _request_headers(path, deadline.timeout_s(float("inf")))
+        return _frame(_HEADERS, _END_HEADERS, self._stream_id, headers)
 
     def _wait_for_room(self, deadline: Deadline) -> bool:
         """Wait until the peer takes more; False where it answers instead."""

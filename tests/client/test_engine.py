@@ -15,6 +15,7 @@ import pytest
 from kvtier.client import EngineClient, LoadResult, Offer, Pages, StoreResult
 from kvtier.client.copies import CpuCopier
 from kvtier.client.mapping import ArenaMapping
+from kvtier.client.session import Link
 from kvtier.errors import InvalidRequest
 from kvtier.types import Layout, LayoutKind, LayoutOrder, TierKind
 from tests.client.harness import LAYOUT, DaemonProcess, Engine, chain, until
@@ -65,6 +66,34 @@ def test_a_prefix_is_offered_and_the_rest_is_missing(daemon: DaemonProcess, make
     assert engine.client.load("p/2", chain(next(names), 3), engine.pages, [0, 1, 2]) == LoadResult(
         0, "missing", pytest.approx(0, abs=5)
     )
+
+
+def test_the_last_call_of_a_copy_is_announced_while_it_runs(
+    daemon: DaemonProcess, make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each copy of more than one group, and everything is as without it."""
+    monkeypatch.setattr(CpuCopier, "store_group_bytes", 1)
+    monkeypatch.setattr(CpuCopier, "load_group_bytes", 1)
+    announced: list[str] = []
+    begin = Link.begin
+
+    def note(link: Link, method: str, limit_s: float) -> object:
+        announced.append(method)
+        return begin(link, method, limit_s)
+
+    monkeypatch.setattr(Link, "begin", note)
+    engine = make_engine(daemon.socket)
+    for _ in range(3):
+        keys = chain(next(names), 6)
+        wanted = engine.store(keys, range(6))
+        assert engine.client.load("a/1", keys, engine.pages, range(10, 16)).loaded == 6
+        assert np.array_equal(engine.rows(range(10, 16)), wanted)
+    assert announced == ["Commit", "Release"] * 3
+    alone = chain(next(names), 1)
+    engine.store(alone, [0])
+    assert engine.client.load("a/1", alone, engine.pages, [1]).loaded == 1
+    assert len(announced) == 6
+    until(lambda: not daemon.status().tiers[0].leased_bytes, "the leases are released")
 
 
 def test_a_store_continues_what_is_there(daemon: DaemonProcess, make_engine: Make) -> None:

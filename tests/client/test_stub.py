@@ -142,3 +142,50 @@ def test_a_connection_that_breaks_as_it_is_used_costs_no_call(tmp_path: Path) ->
         wire.close()
         thread.join(30)
     assert served == [0, 1, 2]
+
+
+def test_a_begun_call_is_made_once_whatever_becomes_of_its_connection(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    seen: list[bytes] = []
+
+    class Counting(grpc.GenericRpcHandler):
+        def service(self, details: Any) -> Any:
+            def answer(request: bytes, context: Any) -> bytes:
+                seen.append(request)
+                return b""
+
+            return grpc.unary_unary_rpc_method_handler(answer)
+
+    def serve() -> grpc.Server:
+        server = grpc.server(ThreadPoolExecutor(8))
+        server.add_generic_rpc_handlers((Counting(),))
+        server.add_insecure_port(f"unix:{path}")
+        server.start()
+        return server
+
+    wire = Wire(str(path))
+    request = admin_pb2.GetStatusRequest()
+    with pytest.raises(errors.Unavailable):
+        wire.begin("GetStatus", 30.0)
+    server = serve()
+    begun = wire.begin("GetStatus", 30.0)
+    wire.call("GetStatus", request, 30.0)  # another one goes its own way meanwhile
+    wire.call("GetStatus", request, 30.0, begun)
+    assert len(seen) == 2
+    begun.drop()  # nothing is left of it
+    wire.call("GetStatus", request, 30.0, begun)
+    assert len(seen) == 3
+
+    dropped = wire.begin("GetStatus", 30.0)
+    dropped.drop()
+    dropped.drop()
+    wire.call("GetStatus", request, 30.0, dropped)
+    assert len(seen) == 4
+
+    begun = wire.begin("GetStatus", 30.0)
+    server.stop(0).wait()
+    server = serve()  # the daemon was restarted between its announcement and the call
+    wire.call("GetStatus", request, 30.0, begun)
+    assert len(seen) == 5
+    wire.close()
+    server.stop(0).wait()
