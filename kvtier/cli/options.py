@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 from pydantic import SecretStr
@@ -15,7 +16,9 @@ from rich.markup import escape
 
 from kvtier.client import AdminClient
 from kvtier.config import Config
-from kvtier.errors import DeadlineExceeded, Unavailable
+from kvtier.errors import ConfigError, DeadlineExceeded, Unavailable
+
+_PASSWORD_IN_URL: Final = re.compile(r"://[^/@]*:[^/]*@")
 
 ConfigFile = Annotated[
     Path | None,
@@ -69,6 +72,11 @@ def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
     ]
 
     def wrapper(**values: Any) -> None:
+        if _PASSWORD_IN_URL.search(values.get("index") or ""):
+            raise ConfigError(
+                "index has a password, and every user of this machine sees command lines: leave it out, "
+                "and set KVTIER_INDEX_PASSWORD or --index-password-file"
+            )
         command(**values)
 
     wrapper.__name__ = command.__name__

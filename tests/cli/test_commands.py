@@ -159,6 +159,17 @@ def test_bad_usage(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("url", ["redis://u:s3cret@127.0.0.1:1", "rediss+cluster://:s3cret@h:1,h:2"])
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_a_password_on_the_command_line_is_refused_and_not_shown(
+    kvtier: Kvtier, command: str, url: str
+) -> None:
+    done = kvtier(command, "--index", url)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "KVTIER_INDEX_PASSWORD" in done.stderr
+    assert "s3cret" not in done.stderr
+
+
 def test_unknown_options_are_bad_usage(kvtier: Kvtier) -> None:
     for words in (("status", "--bogus"), ("bogus",), ("check", "--skip", "bogus")):
         assert kvtier(*words).returncode == 2
