@@ -36,7 +36,7 @@ from kvtier_vllm.weights import WeightsWatch
 
 logger = logging.getLogger("vllm.kvtier")
 
-IDLE_WAIT_S: Final = 0.005
+IDLE_WAIT_S: Final = 0.01
 """A step that computes nothing waits up to this long for a copy to end: shorter steps take the copy's
 processor and GIL. A request that arrives meanwhile waits no longer than this."""
 CLOSE_TIMEOUT_S: Final = 5.0
