@@ -64,11 +64,16 @@ class Address:
         return f"{scheme}://{hosts}{tail}"
 
 
+_SCHEME: Final = re.compile(r"[A-Za-z+]+://")
+
+
 def redact(url: str) -> str:
     """A URL without the user and password that it may carry."""
-    scheme, separator, rest = url.rpartition("://")
-    _, at, host = rest.rpartition("@")
-    return f"{scheme}{separator}***@{host}" if at else url
+    scheme = _SCHEME.match(url)
+    begin = scheme.end() if scheme else 0
+    _, at, host = url[begin:].rpartition("@")
+    place, query, _ = host.partition("?")
+    return f"{url[:begin]}{'***@' if at else ''}{place}{query}{'***' if query else ''}"
 
 
 def parse_address(url: str) -> Address:

@@ -193,3 +193,17 @@ async def test_the_password_is_never_shown(
     output = capfd.readouterr()
     for text in (*shown, caplog.text, output.out, output.err):
         assert SECRET not in text
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://user:pa://ss@h:99999", "redis://***@h:99999"),
+        ("redis://h:6379?password=pass", "redis://h:6379?***"),
+        ("redis://u:p?ss@h:1?x=pass", "redis://***@h:1?***"),
+        ("redis://h:6379/1", "redis://h:6379/1"),
+        ("nonsense", "nonsense"),
+    ],
+)
+def test_whatever_may_be_a_password_is_not_shown(url: str, shown: str) -> None:
+    assert redact(url) == shown
