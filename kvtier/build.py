@@ -51,7 +51,7 @@ def make_index(config: Config) -> Index | None:
     ConfigError
         Its address is none.
     """
-    return None if config.index.strip().lower() == "none" else open_index(config)
+    return None if config.has_no_index else open_index(config)
 
 
 def is_shared(index: Index) -> bool:

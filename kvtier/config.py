@@ -49,7 +49,10 @@ _BYTE_SIZE: Final = TypeAdapter(ByteSize)
 
 
 def _absolute(path: Path) -> Path:
-    path = path.expanduser()
+    try:
+        path = path.expanduser()
+    except RuntimeError:
+        raise ValueError("the home directory that ~ stands for is not known") from None
     if not path.is_absolute():
         raise ValueError("the path has to be absolute")
     return path
@@ -70,7 +73,7 @@ Verify = Annotated[Literal["off", "sample", "all"], BeforeValidator(_lower)]
 def _split_paths(value: Any) -> Any:
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple) or not all(isinstance(part, str | Path) for part in value):
         raise ValueError("allowed are paths, separated by commas")
     paths = tuple(_absolute(Path(part)) for part in value)
     if len(set(paths)) != len(paths):
@@ -275,6 +278,11 @@ class Config(BaseSettings):
         except ValidationError as error:
             raise ConfigError(_explain(error, origins)) from None
         return self
+
+    @property
+    def has_no_index(self) -> bool:
+        """Whether it is said that there is none, not even a private one."""
+        return self.index.strip().lower() == "none"
 
     @staticmethod
     def unknown_variables() -> list[str]:

@@ -214,3 +214,20 @@ def test_a_control_group_s_limit_counts(
     assert machine.memory_available_bytes() == 171 * MIB
     (folder / usage_file).write_text(f"{300 * MIB}\n")
     assert machine.memory_available_bytes() == 0
+
+
+@pytest.mark.parametrize("field", ["data_dir", "run_dir", "socket", "shm_dir", "nvme_paths"])
+def test_a_home_that_nobody_has(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field} is .*home directory"):
+        Config.load(**{field: "~no-such-user/x"})
+
+
+@pytest.mark.parametrize("value", ["[1, 2]", "[[1]]", "{a = 1}", "3"])
+def test_paths_that_are_none(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"nvme_paths.*allowed are paths"):
+        Config.load(toml(tmp_path / "kvtier.toml", f"nvme_paths = {value}\n"))
+
+
+def test_no_index_in_any_case() -> None:
+    assert Config(index=" NONE ").has_no_index
+    assert not Config(index="").has_no_index

@@ -18,7 +18,7 @@ from kvtier.client import AdminClient
 from kvtier.config import Config
 from kvtier.errors import ConfigError, DeadlineExceeded, Unavailable
 
-_PASSWORD_IN_URL: Final = re.compile(r"://[^/@]*:[^/]*@")
+_PASSWORD_IN_URL: Final = re.compile(r"://.*:.*@", re.DOTALL)
 
 ConfigFile = Annotated[
     Path | None,

@@ -33,7 +33,7 @@ def own_finding(config: Config) -> Finding:
     from kvtier.remote.tls import join
     from kvtier.server.peer_app import check
 
-    if config.index == "none":
+    if config.has_no_index:
         return finding("peers", DEGRADED, "without an index there are none", "set KVTIER_INDEX to its URL")
     if config.peer_port < 0:
         return finding("peers", DEGRADED, "peer_port is -1: this node shares nothing", "set KVTIER_PEER_PORT")
@@ -53,7 +53,7 @@ def own_finding(config: Config) -> Finding:
 
 def index_finding(config: Config) -> Finding:
     """Whether the index that is configured answers, takes locations and gives them back, and how fast."""
-    if config.index == "none":
+    if config.has_no_index:
         return finding("index", DEGRADED, "none: this node shares nothing", "set KVTIER_INDEX to its URL")
     todo = "see that the server runs, and that KVTIER_INDEX, its user, password and CA are right"
     try:

@@ -64,20 +64,27 @@ def translate(status: Status) -> KvtierError:
 class Begun:
     """A call of which the node knows already that it comes. For one thread; `drop` it or make it."""
 
-    __slots__ = ("_connection", "method")
+    __slots__ = ("_connection", "_deadline", "method")
 
-    def __init__(self, connection: Connection, method: str) -> None:
+    def __init__(self, connection: Connection, method: str, deadline: Deadline) -> None:
         self._connection: Connection | None = connection
+        self._deadline = deadline
         self.method = method
 
-    def take(self) -> Connection | None:
-        """Its connection, once."""
+    def take(self, timeout_s: float) -> Connection | None:
+        """Its connection, once.
+
+        None where the node, which counts from the announcement, would give it less than half of `timeout_s`:
+        what came between took so long that the call is better made anew.
+        """
+        if self._deadline.left_s() < timeout_s / 2:
+            self.drop()
         connection, self._connection = self._connection, None
         return connection
 
     def drop(self) -> None:
         """Do without the call, if it was not made; idempotent."""
-        connection = self.take()
+        connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
@@ -103,7 +110,7 @@ class Wire:
         deadline = Deadline(timeout_s)
         connection = self._idle_connection() or self._connect(deadline)
         connection.begin(_METHODS[method][0], deadline)
-        return Begun(connection, method)
+        return Begun(connection, method, deadline)
 
     def call(self, method: str, request: Any, timeout_s: float, begun: Begun | None = None) -> Any:
         """One answer within `timeout_s`; raises from `kvtier.errors` only."""
@@ -122,7 +129,7 @@ class Wire:
         """
         assert begun is None or begun.method == method
         deadline = Deadline(timeout_s)
-        connection = begun.take() if begun is not None else None
+        connection = begun.take(timeout_s) if begun is not None else None
         if connection is None:
             connection = self._idle_connection()
         if connection is not None:

@@ -63,7 +63,7 @@ def open_index(config: Config) -> Index:
     ConfigError
         The address, the file of the password or that of the CA can never work; or it is ``none``.
     """
-    if config.index.strip().lower() == "none":
+    if config.has_no_index:
         raise ConfigError("index is 'none': this node uses no index")
     if not config.index.strip():
         return EmbeddedIndex(config)

@@ -18,6 +18,7 @@ _ALLOWED: Final = (
     "redis+cluster://HOST:PORT,HOST:PORT, each with rediss for TLS, 'none', or empty"
 )
 _SCHEMES: Final = {"": "single", "+sentinel": "sentinel", "+cluster": "cluster"}
+_SCHEME: Final = re.compile(r"[A-Za-z+]+://")
 _URL: Final = re.compile(r"redis(?P<tls>s?)(?P<kind>|\+sentinel|\+cluster)://(?P<rest>.*)", re.DOTALL)
 _HOST: Final = re.compile(
     r"(?P<host>[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?"
@@ -62,9 +63,6 @@ class Address:
         scheme = ("rediss" if self.tls else "redis") + ("" if self.kind == "single" else f"+{self.kind}")
         tail = f"/{self.master}" if self.master else f"/{self.database}" if self.database else ""
         return f"{scheme}://{hosts}{tail}"
-
-
-_SCHEME: Final = re.compile(r"[A-Za-z+]+://")
 
 
 def redact(url: str) -> str:

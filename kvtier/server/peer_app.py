@@ -14,7 +14,7 @@ import grpc
 
 from kvtier import logs
 from kvtier.config import Config
-from kvtier.errors import AlreadyRunning, ConfigError, InvalidRequest, KvtierError, ResourceShortage
+from kvtier.errors import ConfigError, InvalidRequest, KvtierError, ResourceShortage
 from kvtier.interfaces import Transfer
 from kvtier.node import Node
 from kvtier.remote import tls
@@ -86,10 +86,8 @@ class PeerServer:
         ConfigError
             `peer_host` or `peer_address` is none, peers off the loopback would be served in the clear, or a
             certificate cannot be used.
-        AlreadyRunning
-            Another process has the port.
         ResourceShortage
-            The port cannot be had for another reason.
+            The port cannot be had: another process listens there, for one.
         """
         config = self._config
         if config.peer_port < 0:
@@ -177,7 +175,7 @@ def _why_not(host: str, port: int) -> KvtierError:
     except OSError as error:
         where = f"peer_host is {host} and peer_port {port}"
         if error.errno == errno.EADDRINUSE:
-            return AlreadyRunning(
+            return ResourceShortage(
                 f"{where}: another process listens there; stop it, or choose another port (0: any free one)"
             )
         return ResourceShortage(f"{where}: cannot listen there ({error.strerror or error}); choose another")

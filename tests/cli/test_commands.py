@@ -159,7 +159,9 @@ def test_bad_usage(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("url", ["redis://u:s3cret@127.0.0.1:1", "rediss+cluster://:s3cret@h:1,h:2"])
+@pytest.mark.parametrize(
+    "url", ["redis://u:s3cret@127.0.0.1:1", "rediss+cluster://:s3cret@h:1,h:2", "redis://u:a/s3cret@h"]
+)
 @pytest.mark.parametrize("command", ["serve", "check"])
 def test_a_password_on_the_command_line_is_refused_and_not_shown(
     kvtier: Kvtier, command: str, url: str

@@ -182,10 +182,14 @@ def test_a_begun_call_is_made_once_whatever_becomes_of_its_connection(tmp_path: 
     wire.call("GetStatus", request, 30.0, dropped)
     assert len(seen) == 4
 
+    late = wire.begin("GetStatus", 10.0)  # of 30 s it would have less than half
+    wire.call("GetStatus", request, 30.0, late)
+    assert len(seen) == 5
+
     begun = wire.begin("GetStatus", 30.0)
     server.stop(0).wait()
     server = serve()  # the daemon was restarted between its announcement and the call
     wire.call("GetStatus", request, 30.0, begun)
-    assert len(seen) == 5
+    assert len(seen) == 6
     wire.close()
     server.stop(0).wait()

@@ -118,15 +118,6 @@ def test_a_call_that_was_begun_is_one_call(path: str) -> None:
     connection.close()
 
 
-def test_a_call_that_was_begun_and_never_made_ends_at_its_deadline(path: str) -> None:
-    connection = Connection(path, deadline())
-    until = Deadline(0.2)
-    connection.begin(b"/echo/one", until)
-    time.sleep(0.5)
-    with pytest.raises((DeadlineExceeded, Status)):
-        ask(connection, "one", b"too late", until)
-
-
 @pytest.mark.parametrize("size", [0, 1, 5, MAX_FRAME_BYTES - 5, MAX_FRAME_BYTES, 70_000, 5 << 20, LIMIT - 64])
 def test_messages_of_any_size_pass_the_flow_control(path: str, size: int) -> None:
     connection = Connection(path, deadline())

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from structlog.testing import CapturingLogger
 
-from kvtier.errors import AlreadyRunning, ConfigError, KvtierError, ResourceShortage
+from kvtier.errors import ConfigError, KvtierError, ResourceShortage
 from kvtier.server import peer_app
 from kvtier.server.peer_app import PeerServer, check
 from kvtier.v1 import peer_pb2 as pb
@@ -178,7 +178,7 @@ async def test_insecure_is_served_and_said(
 async def test_a_port_in_use(start: Callable[..., Any]) -> None:
     owner = await start()
     port = int(owner.server.address.rpartition(":")[2])
-    with pytest.raises(AlreadyRunning, match="another process listens there"):
+    with pytest.raises(ResourceShortage, match="another process listens there"):
         await start(peer_port=port)
     assert (await hello(owner.server.address)).node_id == owner.identity.node_id
 
