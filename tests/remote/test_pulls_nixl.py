@@ -92,7 +92,14 @@ async def test_an_owner_whose_agent_began_anew(owner: Owner, asker: Asker) -> No
     nixl = owner.transfers[0]
     old = agent_pid(nixl)
     os.kill(old, signal.SIGKILL)
-    assert await asker.pull(owner.record(), KEYS) == (COUNT, "")
+    # Its memory is still mapped here: UCX may notice only after the first batches, which then are right.
+    arrived, fault = await asker.pull(owner.record(), KEYS)
+    assert (arrived, fault) == (COUNT, "") or (0 < arrived < COUNT and fault == "transfer")
+    end_s = time.monotonic() + DEADLINE_S
+    while (arrived, fault) != (COUNT, ""):
+        assert time.monotonic() < end_s, "the owner was never used again"
+        await asyncio.sleep(0.1)
+        arrived, fault = await asker.pull(owner.record(), KEYS)
     assert asker.counted("whole") == 2
     await until(lambda: nixl.metadata() and agent_pid(nixl) != old, "another agent took over")
     link = asker.peers.get(OWNER_ID)
