@@ -10,6 +10,9 @@ from kvtier.core.config import CoreConfig
 from kvtier.core.stats import PeerStats
 
 FORGIVEN_AFTER_S: Final = 20.0
+DOUBT_HALVES_S: Final = 3.0
+"""A source that failed is doubted half as much after each such time: one that is well again is soon asked again
+for what only just pays, and whoever does not answer at all is kept off by its breaker, not by doubt."""
 MAX_FAILURES: Final = 3
 MAX_SOURCES: Final = 4096
 """Peers that are remembered; beyond it one that was asked longest ago and gives nothing now goes."""
@@ -30,8 +33,8 @@ class Source:
     s_per_byte, round_trip_s
         Moving averages; one measurement changes the first by at most a factor of `_MAX_CHANGE`.
     failures
-        Pulls of this incarnation that failed since the last that did not; each doubles the time by which it
-        is judged, for a while.
+        Pulls of this incarnation that failed of late, since the last that did not; each doubles the time by
+        which it is judged.
     running, outstanding_bytes
         Its pulls, and what they have yet to bring.
     """
@@ -91,7 +94,10 @@ class Source:
 
     def _doubt(self, now_s: float) -> int:
         """How many times longer it has to be worth since it failed."""
-        return 1 << self.failures if now_s < self._failed_s + FORGIVEN_AFTER_S else 1
+        return 1 << self._remembered(now_s)
+
+    def _remembered(self, now_s: float) -> int:
+        return max(0, self.failures - int((now_s - self._failed_s) / DOUBT_HALVES_S))
 
     # ---- what pulls tell
 
@@ -146,9 +152,7 @@ class Source:
 
     def fail(self, now_s: float) -> None:
         """It did not give what it was to give."""
-        if now_s >= self._failed_s + FORGIVEN_AFTER_S:
-            self.failures = 0
-        self.failures = min(self.failures + 1, MAX_FAILURES)
+        self.failures = min(self._remembered(now_s) + 1, MAX_FAILURES)
         self._failed_s = now_s
 
     def stats(self) -> PeerStats:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 FIRST_BACKOFF_S: Final = 0.5
-MAX_BACKOFF_S: Final = 15.0
+MAX_BACKOFF_S: Final = 10.0
 PROBE_S: Final = 2.0
 """A probe has so long to tell how it went, before another one is let through."""
 

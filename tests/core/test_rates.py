@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.core.rates import FORGIVEN_AFTER_S, Source
+from kvtier.core.rates import DOUBT_HALVES_S, FORGIVEN_AFTER_S, Source
 
 MIB = 1 << 20
 
@@ -50,3 +50,13 @@ def test_failures_weigh_in_the_choice_and_not_in_the_time_that_is_given() -> Non
     assert source.seconds(MIB, 51.0) == 8 * before_s
     assert source.expected_s(MIB) == before_s
     assert source.seconds(MIB, 50.0 + FORGIVEN_AFTER_S) == before_s
+
+
+def test_doubt_fades_step_by_step_so_that_what_only_just_pays_is_soon_asked_for_again() -> None:
+    source = Source("n", 1e9, 0.003)
+    for _ in range(3):
+        source.fail(50.0)
+    doubts = [source.seconds(MIB, 50.5 + step * DOUBT_HALVES_S) / source.expected_s(MIB) for step in range(5)]
+    assert doubts == [8, 4, 2, 1, 1]
+    source.fail(50.5 + 2 * DOUBT_HALVES_S)
+    assert source.seconds(MIB, 50.5 + 2 * DOUBT_HALVES_S) == 4 * source.expected_s(MIB), "one is remembered"
