@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -64,16 +64,19 @@ async def build(
     identity: Identity,
     metrics: Metrics,
     on_progress: Callable[[int, int], None] | None = None,
-    sharing: Sharing | None = None,
+    begin_to_share: Callable[[], Awaitable[Sharing | None]] | None = None,
 ) -> Node:
     """A node whose tiers are open and that is not started yet; its `stop` closes them.
 
     Parameters
     ----------
+    identity
+        Names the arena; the node has the identity of its life in the index, where it has one.
     on_progress
         Told (bytes ready, bytes wanted) while memory is allocated and touched.
-    sharing
-        None: the node keeps to itself.
+    begin_to_share
+        Called when the tiers are open: registering fences whoever else has this identity, so a start that
+        fails for lack of memory or of a medium must not have done it. None: the node keeps to itself.
 
     Raises
     ------
@@ -101,6 +104,9 @@ async def build(
         for tier in tiers:
             opened.push_async_callback(tier.close)
             await tier.open()
+        sharing = None if begin_to_share is None else await begin_to_share()
+        if sharing is not None:
+            identity = sharing.life.identity
         core = CacheCore(
             core_config(config, has_index=sharing is not None),
             [tier_spec(tier) for tier in tiers],

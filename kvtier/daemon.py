@@ -24,7 +24,7 @@ from kvtier.node import Node
 from kvtier.remote.life import begin_life, new_life
 from kvtier.remote.remote import NO_INDEX
 from kvtier.server.app import Server, clear_stale_socket
-from kvtier.server.peer_app import PeerServer
+from kvtier.server.peer_app import PeerServer, refuse_busy_port
 from kvtier.tiers.arena import Arena
 from kvtier.types import TierKind
 
@@ -94,10 +94,9 @@ class Daemon:
         metrics = Metrics()
         if config.metrics_port >= 0:
             self._start_metrics(metrics)
-        sharing = await self._begin_to_share(identity)
-        if sharing is not None:
-            identity = sharing.life.identity
-        node = await build(config, identity, metrics, self._on_progress, sharing)
+        node = await build(
+            config, identity, metrics, self._on_progress, lambda: self._begin_to_share(identity)
+        )
         self.node = node
         self._undo.push_async_callback(node.stop)
         loop = asyncio.get_running_loop()
@@ -113,8 +112,8 @@ class Daemon:
         log.info(
             "ready",
             version=kvtier.__version__,
-            node=identity.node_id,
-            incarnation=identity.incarnation,
+            node=node.identity.node_id,
+            incarnation=node.identity.incarnation,
             socket=str(config.socket),
             dram_bytes=arena.capacity_bytes,
             allocated_bytes=arena.allocated_bytes,
@@ -131,6 +130,9 @@ class Daemon:
         self._undo.push_async_callback(index.close)
         if not is_shared(index):  # it is started when the socket answers
             return Sharing(index, new_life(identity, self.config))
+        refuse_busy_port(
+            self.config
+        )  # what fails after this fences a daemon of the same identity for nothing
         return Sharing(index, await begin_life(index, identity, self.config))
 
     async def _serve_peers(self, node: Node, arena: Arena) -> str:

@@ -11,8 +11,8 @@ from kvtier.core.stats import PeerStats
 
 FORGIVEN_AFTER_S: Final = 20.0
 DOUBT_HALVES_S: Final = 3.0
-"""A source that failed is doubted half as much after each such time: one that is well again is soon asked again
-for what only just pays, and whoever does not answer at all is kept off by its breaker, not by doubt."""
+"""A source that failed is doubted half as much after each such time: one that is well again is soon asked
+again for what only just pays, and whoever does not answer at all is kept off by its breaker, not by doubt."""
 MAX_FAILURES: Final = 3
 MAX_SOURCES: Final = 4096
 """Peers that are remembered; beyond it one that was asked longest ago and gives nothing now goes."""

@@ -102,7 +102,11 @@ class PeerServer:
             else:
                 port = server.add_secure_port(target, credentials.for_server())
         except RuntimeError as error:
-            raise _why_not(config.peer_host, config.peer_port) from error
+            host, port = config.peer_host, config.peer_port
+            unclear = ResourceShortage(
+                f"peer_host is {host} and peer_port {port}: cannot listen there; try again"
+            )
+            raise _why_not(host, port) or unclear from error
         await server.start()
         self._server = server
         self.address = config.peer_address or tls.join(config.peer_host, port)
@@ -163,8 +167,23 @@ def _add(server: Any, service: PeerService) -> None:
     server.add_registered_method_handlers(_SERVICE, handlers)
 
 
-def _why_not(host: str, port: int) -> KvtierError:
-    """gRPC does not say why it cannot listen; the kernel does."""
+def refuse_busy_port(config: Config) -> None:
+    """See, without listening, that `PeerServer.start` would find its port free and its certificates usable.
+
+    Raises
+    ------
+    ConfigError, ResourceShortage
+        As `PeerServer.start` raises them.
+    """
+    if config.peer_port < 0:
+        return
+    check(config)
+    if fault := _why_not(config.peer_host, config.peer_port):
+        raise fault
+
+
+def _why_not(host: str, port: int) -> KvtierError | None:
+    """gRPC does not say why it cannot listen; the kernel does. None where it would let us."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in found:
@@ -179,4 +198,4 @@ def _why_not(host: str, port: int) -> KvtierError:
                 f"{where}: another process listens there; stop it, or choose another port (0: any free one)"
             )
         return ResourceShortage(f"{where}: cannot listen there ({error.strerror or error}); choose another")
-    return ResourceShortage(f"peer_host is {host} and peer_port {port}: cannot listen there; try again")
+    return None

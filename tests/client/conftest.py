@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,7 @@ from tests.client.harness import DaemonProcess, Engine
 def _shm_directory() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix=f"kvtier-client-{os.getpid()}-", dir="/dev/shm"))
     yield path
-    for file in path.iterdir():
-        file.unlink()
-    path.rmdir()
+    shutil.rmtree(path)
 
 
 @pytest.fixture

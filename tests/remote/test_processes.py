@@ -101,14 +101,19 @@ def test_peers_are_on_the_loopback(serve: Callable[..., DaemonProcess], shared: 
 
 
 def test_the_older_of_two_daemons_stops_and_says_why(
-    serve: Callable[..., DaemonProcess], shared: ValkeyServer, tmp_path: Path
+    serve: Callable[..., DaemonProcess],
+    shared: ValkeyServer,
+    tmp_path: Path,
+    shm: Path,  # noqa: F811
 ) -> None:
+    """As on two machines: each has a /dev/shm of its own."""
     options = {"index": f"redis://127.0.0.1:{shared.port}", "heartbeat_s": 0.2, "log_format": "json"}
     old = serve("old", **options)
     until(lambda: old.status().index_reachable, "the older is in the index")
     (tmp_path / "young").mkdir()
     shutil.copytree(old.home / "data", tmp_path / "young" / "data")
-    young = serve("young", **options)
+    (shm / "young").mkdir()
+    young = serve("young", shm_dir=shm / "young", **options)
     assert old.process.wait(DEADLINE_S) not in (0, None)
     lines = old.log.read_text().splitlines()
     assert any('"level": "critical"' in line and "taken over" in line for line in lines), lines
