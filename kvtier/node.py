@@ -27,7 +27,7 @@ from kvtier.metrics import Metrics
 from kvtier.remote.arrivals import Arrivals
 from kvtier.remote.remote import Remote
 from kvtier.tiering import PROBE_S, Tiering
-from kvtier.types import BlockId, BlockRecord, Key, Slot, TierKind
+from kvtier.types import BlockId, BlockRecord, Key, Slot, TierKind, sampled
 
 DROP_ATTEMPTS: Final = 5
 DROP_RETRY_S: Final = 1.0
@@ -267,7 +267,7 @@ class Node:
             case "off":
                 return ()
             case "sample":
-                return (self._random.randrange(count),)
+                return sampled(count, self._random)
             case _:
                 return range(count)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import random
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -363,3 +364,14 @@ def runs(indices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         if position == len(indices) or indices[position] != indices[position - 1] + 1:
             yield start, indices[start], position - start
             start = position
+
+
+SAMPLE_EVERY_BLOCKS: Final = 32
+
+
+def sampled(count: int, dice: random.Random) -> list[int]:
+    """Which of `count` blocks are verified where a sample is: one, drawn at random, of each so many."""
+    return [
+        dice.randrange(begin, min(count, begin + SAMPLE_EVERY_BLOCKS))
+        for begin in range(0, count, SAMPLE_EVERY_BLOCKS)
+    ]

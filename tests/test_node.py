@@ -25,7 +25,7 @@ from kvtier.interfaces import Tier, TierTraits
 from kvtier.liveness import EngineLocks, prepare_run_dir
 from kvtier.metrics import Metrics
 from kvtier.node import Node
-from kvtier.types import BlockId, BlockRecord, Key, Slot, TierKind
+from kvtier.types import SAMPLE_EVERY_BLOCKS, BlockId, BlockRecord, Key, Slot, TierKind
 from tests.server.conftest import shm  # noqa: F401
 from tests.server.harness import DEADLINE_S, LAYOUT, chain, config
 
@@ -156,7 +156,7 @@ async def test_commits_are_verified_as_configured(
         else:
             assert await harness.node.execute(commit) == m.Committed(len(keys))
             assert harness.core.match(keys, 1) == len(keys)
-        blocks = {"off": 0, "sample": 1, "all": len(keys)}[verify]
+        blocks = {"off": 0, "sample": -(-len(keys) // SAMPLE_EVERY_BLOCKS), "all": len(keys)}[verify]
         assert harness.verified_bytes("commit") == blocks * LAYOUT.block_bytes
 
 

@@ -19,13 +19,12 @@ from kvtier.client.results import BUDGET, CORRUPT, EXPIRED, MISSING, reason_of
 from kvtier.client.session import Link, Session
 from kvtier.client.stub import Begun, Deadline
 from kvtier.errors import KvtierError, TierFault
-from kvtier.types import CHECKSUM_SIZE_BYTES, Key, pack_keys
+from kvtier.types import CHECKSUM_SIZE_BYTES, Key, pack_keys, sampled
 from kvtier.v1 import engine_pb2 as pb
 
-SAMPLE_EVERY_BLOCKS: Final = 32
-"""`verify_loads=sample` checks one block, drawn at random, of each so many."""
 RELEASE_TIMEOUT_S: Final = 0.05
 """A release may take so long even where the copy has used up the budget."""
+_dice: Final = random.Random()
 
 
 class LoadRun:
@@ -195,7 +194,4 @@ def _choose(count: int, verify: str) -> range | frozenset[int]:
         return range(0)
     if verify == "all":
         return range(count)
-    return frozenset(
-        random.randrange(begin, min(count, begin + SAMPLE_EVERY_BLOCKS))
-        for begin in range(0, count, SAMPLE_EVERY_BLOCKS)
-    )
+    return frozenset(sampled(count, _dice))
