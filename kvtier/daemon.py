@@ -130,9 +130,8 @@ class Daemon:
         self._undo.push_async_callback(index.close)
         if not is_shared(index):  # it is started when the socket answers
             return Sharing(index, new_life(identity, self.config))
-        refuse_busy_port(
-            self.config
-        )  # what fails after this fences a daemon of the same identity for nothing
+        # Registering fences whoever else has this identity: what can be known to fail must fail before.
+        refuse_busy_port(self.config)
         return Sharing(index, await begin_life(index, identity, self.config))
 
     async def _serve_peers(self, node: Node, arena: Arena) -> str:

@@ -267,7 +267,7 @@ class Node:
             case "off":
                 return ()
             case "sample":
-                return sampled(count, self._random)
+                return sampled(count, self._random.randrange)
             case _:
                 return range(count)
 

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import random
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Final, NamedTuple
 
@@ -367,11 +366,12 @@ def runs(indices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 SAMPLE_EVERY_BLOCKS: Final = 32
+"""A sample is one block, drawn at random, of each so many."""
 
 
-def sampled(count: int, dice: random.Random) -> list[int]:
-    """Which of `count` blocks are verified where a sample is: one, drawn at random, of each so many."""
+def sampled(count: int, randrange: Callable[[int, int], int]) -> list[int]:
+    """Which of `count` blocks are verified where a sample of them is."""
     return [
-        dice.randrange(begin, min(count, begin + SAMPLE_EVERY_BLOCKS))
+        randrange(begin, min(count, begin + SAMPLE_EVERY_BLOCKS))
         for begin in range(0, count, SAMPLE_EVERY_BLOCKS)
     ]

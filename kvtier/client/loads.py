@@ -24,7 +24,6 @@ from kvtier.v1 import engine_pb2 as pb
 
 RELEASE_TIMEOUT_S: Final = 0.05
 """A release may take so long even where the copy has used up the budget."""
-_dice: Final = random.Random()
 
 
 class LoadRun:
@@ -194,4 +193,4 @@ def _choose(count: int, verify: str) -> range | frozenset[int]:
         return range(0)
     if verify == "all":
         return range(count)
-    return frozenset(sampled(count, _dice))
+    return frozenset(sampled(count, random.randrange))

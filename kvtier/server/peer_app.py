@@ -102,11 +102,10 @@ class PeerServer:
             else:
                 port = server.add_secure_port(target, credentials.for_server())
         except RuntimeError as error:
-            host, port = config.peer_host, config.peer_port
-            unclear = ResourceShortage(
-                f"peer_host is {host} and peer_port {port}: cannot listen there; try again"
-            )
-            raise _why_not(host, port) or unclear from error
+            why = _why_not(config.peer_host, config.peer_port)
+            raise why or _refusal(
+                config.peer_host, config.peer_port, "cannot listen there; try again"
+            ) from error
         await server.start()
         self._server = server
         self.address = config.peer_address or tls.join(config.peer_host, port)
@@ -183,19 +182,28 @@ def refuse_busy_port(config: Config) -> None:
 
 
 def _why_not(host: str, port: int) -> KvtierError | None:
-    """gRPC does not say why it cannot listen; the kernel does. None where it would let us."""
+    """gRPC does not say why it cannot listen; the kernel does. None where it would let us.
+
+    A name may have several addresses, one of a family that this machine lacks: as for gRPC one is enough.
+    """
+    why = "it has no address"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in found:
+    except OSError as error:
+        return _refusal(host, port, f"cannot listen there ({error.strerror or error}); choose another")
+    for family, kind, protocol, _, address in found:
+        try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
                 probe.listen(1)
-    except OSError as error:
-        where = f"peer_host is {host} and peer_port {port}"
-        if error.errno == errno.EADDRINUSE:
-            return ResourceShortage(
-                f"{where}: another process listens there; stop it, or choose another port (0: any free one)"
-            )
-        return ResourceShortage(f"{where}: cannot listen there ({error.strerror or error}); choose another")
-    return None
+                return None
+        except OSError as error:
+            why = f"cannot listen there ({error.strerror or error}); choose another"
+            if error.errno == errno.EADDRINUSE:
+                why = "another process listens there; stop it, or choose another port (0: any free one)"
+    return _refusal(host, port, why)
+
+
+def _refusal(host: str, port: int, why: str) -> ResourceShortage:
+    return ResourceShortage(f"peer_host is {host} and peer_port {port}: {why}")

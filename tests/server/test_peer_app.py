@@ -15,6 +15,7 @@ import grpc
 import pytest
 from structlog.testing import CapturingLogger
 
+from kvtier.config import Config
 from kvtier.errors import ConfigError, KvtierError, ResourceShortage
 from kvtier.server import peer_app
 from kvtier.server.peer_app import PeerServer, check
@@ -263,3 +264,17 @@ def test_a_server_that_never_started_stops(tmp_path: Path, shm: Path) -> None:
         await owner.stop()
 
     asyncio.run(run())
+
+
+def test_one_address_of_a_name_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a machine that knows localhost by an IPv6 address that it does not have."""
+    absent = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))
+    here = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
+    settings = Config(
+        data_dir=tmp_path / "data", run_dir=tmp_path / "run", peer_host="127.0.0.1", peer_port=0
+    )
+    monkeypatch.setattr(peer_app.socket, "getaddrinfo", lambda *_, **__: [absent, here])
+    peer_app.refuse_busy_port(settings)
+    monkeypatch.setattr(peer_app.socket, "getaddrinfo", lambda *_, **__: [absent])
+    with pytest.raises(ResourceShortage, match=r"peer_host is 127\.0\.0\.1"):
+        peer_app.refuse_busy_port(settings)
