@@ -31,7 +31,7 @@ class Source:
     Attributes
     ----------
     s_per_byte, round_trip_s
-        Moving averages; one measurement changes the first by at most a factor of `_MAX_CHANGE`.
+        Moving averages; one measurement moves them as if it were at most `_MAX_CHANGE` times what is known.
     failures
         Pulls of this incarnation that failed of late, since the last that did not; each doubles the time by
         which it is judged.
@@ -110,7 +110,9 @@ class Source:
         """The first bytes of a pull, which had the peer for itself if `alone`."""
         expected_s = size_bytes * self.s_per_byte
         if alone:
-            self.round_trip_s += _WEIGHT * (max(0.0, took_s - expected_s) - self.round_trip_s)
+            most_s = _MAX_CHANGE * max(self.round_trip_s, self._believed[1])
+            seen_s = min(max(0.0, took_s - expected_s), most_s)
+            self.round_trip_s += _WEIGHT * (seen_s - self.round_trip_s)
         if took_s < expected_s:
             self._learn(size_bytes, took_s)
         self._count(size_bytes, now_s)

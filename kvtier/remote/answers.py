@@ -75,8 +75,10 @@ def peer(answer: pb.HelloResponse, record: NodeRecord) -> Peer:
     ProtocolMismatch
         It speaks another version; nothing else was looked at.
     Unavailable
-        Somebody else answers at this address, or it makes no sense.
+        It names no version, as an empty message does: what came was not what was sent. Or somebody else
+        answers at this address, or it makes no sense.
     """
+    _check(answer.protocol_version != 0, "no version of a protocol")
     if answer.protocol_version != PROTOCOL_VERSION:
         raise other_version(answer.protocol_version)
     if answer.node_id != record.node or answer.incarnation != record.incarnation:

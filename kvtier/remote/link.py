@@ -121,8 +121,9 @@ class PeerLink:
             try:
                 await self.hello(GREETING_TIMEOUT_S)
             except ProtocolMismatch:
-                pass  # the breaker has been told
+                self._reconnect()  # the breaker has been told
             except KvtierError as error:
+                self._reconnect()  # what hangs or garbles one connection is not met on a new one
                 if was_open:
                     self.breaker.silent(error)
             else:

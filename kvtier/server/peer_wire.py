@@ -36,7 +36,13 @@ class Read:
 
 
 def hello(message: pb.HelloRequest) -> str:
-    """Who asks; raises `ProtocolMismatch` before it looks at anything else."""
+    """Who asks; raises `ProtocolMismatch` before it looks at anything else.
+
+    No version at all is what an empty message says, for one that was mutilated on its way: that passes, and
+    must not be taken for what does not.
+    """
+    if not message.protocol_version:
+        raise InvalidRequest("protocol_version is 0: allowed is the version that the peer speaks")
     if message.protocol_version != PROTOCOL_VERSION:
         raise ProtocolMismatch(
             f"this node speaks protocol {PROTOCOL_VERSION}, the peer {message.protocol_version}: "

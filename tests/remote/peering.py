@@ -382,6 +382,7 @@ class Proxy:
         self._passes = asyncio.Event()
         self._passes.set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.connections = 0
         self.passed_bytes = 0
         self.hole_after_bytes = 1 << 60
         self.delay_back_s = 0.0  # of what the target answers
@@ -392,12 +393,23 @@ class Proxy:
         self.address = f"127.0.0.1:{port}"
         return self.address
 
+    @property
+    def passes(self) -> bool:
+        """Whether bytes come through on new connections."""
+        return self._passes.is_set()
+
     def swallow(self) -> None:
         """From now on not a byte comes through, in either direction, and nobody hears why."""
         self._passes.clear()
 
     def heal(self) -> None:
         self.hole_after_bytes = 1 << 60
+        self._passes.set()
+
+    def forsake(self) -> None:
+        """Connections that exist stay a hole for ever, new ones pass."""
+        self._passes.clear()
+        self._passes = asyncio.Event()
         self._passes.set()
 
     async def stop(self) -> None:
@@ -412,10 +424,14 @@ class Proxy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         far_writer = None
+        self.connections += 1
+        passes = self._passes
         try:
-            await self._passes.wait()
+            await passes.wait()
             far_reader, far_writer = await asyncio.open_connection(*self._target)
-            await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer, is_back=True))
+            await asyncio.gather(
+                self._pump(reader, far_writer, passes), self._pump(far_reader, writer, passes, is_back=True)
+            )
         except (OSError, asyncio.CancelledError):
             pass
         finally:
@@ -424,13 +440,17 @@ class Proxy:
                     its.close()
 
     async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_back: bool = False
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        passes: asyncio.Event,
+        is_back: bool = False,
     ) -> None:
         while data := await reader.read(16 << 10):
             self.passed_bytes += len(data)
             if self.passed_bytes > self.hole_after_bytes:
                 self.swallow()
-            await self._passes.wait()
+            await passes.wait()
             if is_back and self.delay_back_s:
                 await asyncio.sleep(self.delay_back_s)
             writer.write(data)

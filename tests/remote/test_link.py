@@ -24,6 +24,7 @@ from kvtier.errors import (
 from kvtier.interfaces import Remote
 from kvtier.remote import link as links
 from kvtier.remote.answers import MAX_METADATA_BYTES, MAX_OFFERS
+from kvtier.remote.breaker import FIRST_BACKOFF_S
 from kvtier.remote.link import PeerLink, Peers
 from kvtier.remote.tls import parse_address
 from kvtier.types import NodeRecord
@@ -362,6 +363,45 @@ async def test_every_call_has_a_deadline(
             await heals()
     finally:
         await proxy.stop()
+
+
+async def test_a_connection_that_was_spoilt_is_not_used_again(
+    owner: Owner, make_link: Callable[..., PeerLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC alone keeps one that was made and then became a hole until its keepalive is missed."""
+    monkeypatch.setattr(links, "GREETING_TIMEOUT_S", 0.3)
+    proxy = Proxy(owner.server.address)
+    try:
+        link = make_link(owner.record(address=await proxy.start()))
+        await link.hello(DEADLINE_S)
+        proxy.swallow()
+        with pytest.raises(DeadlineExceeded):
+            await acquire(link, timeout_s=0.05)
+        proxy.forsake()
+        proxy.hole_after_bytes = proxy.passed_bytes + 250  # after it has been made, in the greeting
+        await until(lambda: proxy.connections == 2 and not proxy.passes, "the next one becomes a hole too")
+        proxy.hole_after_bytes = 1 << 60
+        proxy.forsake()
+
+        def admits() -> bool:
+            assert link.breaker.retry_in_s < 9 * FIRST_BACKOFF_S, "it hangs on the old one"
+            return link.breaker.admit()
+
+        await until(admits, "it is greeted on a third one")
+        await link.hello(DEADLINE_S)
+    finally:
+        await proxy.stop()
+
+
+async def test_an_empty_answer_is_nonsense_and_no_other_version(make_link: Callable[..., PeerLink]) -> None:
+    """It passes by itself, so the peer is greeted again soon."""
+    answers = iter([b""])
+    async with raw_server({"Hello": lambda _: next(answers, hello_answer())}) as address:
+        link = make_link(record(address))
+        with pytest.raises(Unavailable, match="nonsense"):
+            await link.hello(DEADLINE_S)
+        assert link.breaker.retry_in_s <= 2 * FIRST_BACKOFF_S
+        await until(link.breaker.admit, "it is greeted again")
 
 
 async def test_a_lease_that_nobody_heard_of_is_given_back(

@@ -140,7 +140,9 @@ async def test_hello(owner: Owner, wire: Wire) -> None:
 
 
 async def test_hellos_that_are_refused(wire: Wire) -> None:
-    for version in (0, 2, 2**32 - 1):
+    empty = pb.HelloRequest(node_id="not looked at")
+    await refused(wire.stub.Hello(empty), "InvalidRequest", "protocol_version is 0")
+    for version in (2, 2**32 - 1):
         request = pb.HelloRequest(protocol_version=version, node_id="not looked at")
         await refused(wire.stub.Hello(request), "ProtocolMismatch", "same kvtier version")
     for node in ("", "x", "A" * 32, "a" * 33, "é" * 32):
