@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import socket as sockets
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,10 @@ from kvtier.cli.reach import network_findings
 from kvtier.cli.storage import storage_findings
 from kvtier.client import AdminClient
 from kvtier.config import Config
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, ResourceShortage
+from kvtier.identity import node_id_of, refuse_owned
+from kvtier.liveness import check_run_dir
+from kvtier.metrics import Metrics, MetricsServer
 from kvtier.v1 import admin_pb2 as pb
 
 PROBE_TIMEOUT_S: Final = 90.0
@@ -71,8 +73,9 @@ def check(
         progress(f"probing {', '.join(names)}")
         running = [pool.submit(_probe, name) for name in names]
         found = local_findings(settings)
+        is_running = any(each["name"] == "daemon" and each["state"] != MISSING for each in found)
         found += storage_findings(nvme or (), settings.tier_deadline_s, may_be_made=settings.nvme_paths)
-        found += network_findings(settings, peer or ())
+        found += network_findings(settings, peer or (), is_running=is_running)
         found += [each for future in running for each in future.result()]
     ready = not any(each["state"] == MISSING and each["needed"] for each in found)
     if as_json:
@@ -98,7 +101,8 @@ def local_findings(config: Config) -> list[Finding]:
         _memory(config),
         _memlock(config),
         *memory_findings(config),
-        *(_directory(name, getattr(config, name)) for name in ("data_dir", "run_dir")),
+        _data_dir(config, running),
+        _run_dir(config, running),
         _metrics_port(config, running),
         daemon,
     ]
@@ -185,24 +189,44 @@ def _directory(name: str, path: Path) -> Finding:
     return finding(what, OK, "writable" if existing == path else "does not exist yet, can be made")
 
 
+def _data_dir(config: Config, running: pb.GetStatusResponse | None) -> Finding:
+    try:
+        if running is None or running.node_id != node_id_of(config.data_dir):  # else it is its own
+            refuse_owned(config.data_dir)
+    except KvtierError as error:
+        return _refused(f"data_dir {config.data_dir}", error, "KVTIER_DATA_DIR")
+    return _directory("data_dir", config.data_dir)
+
+
+def _run_dir(config: Config, running: pb.GetStatusResponse | None) -> Finding:
+    from kvtier.server.app import is_stale_socket  # heavy: only this command needs it
+
+    try:
+        check_run_dir(config.run_dir)
+        if running is None:
+            is_stale_socket(config.socket)
+    except KvtierError as error:
+        return _refused(f"run_dir {config.run_dir}", error, "KVTIER_RUN_DIR")
+    return _directory("run_dir", config.run_dir)
+
+
+def _refused(name: str, error: KvtierError, variable: str) -> Finding:
+    """What `kvtier serve` would say."""
+    return finding(name, MISSING, str(error), f"do as it says, or set {variable}", needed=True)
+
+
 def _metrics_port(config: Config, running: pb.GetStatusResponse | None) -> Finding:
     name, port = "metrics port", config.metrics_port
     if port < 0:
         return finding(name, DEGRADED, "metrics are off", "set KVTIER_METRICS_PORT to 9470")
     if running is not None:
         return finding(name, OK, f"the daemon serves {running.metrics_address or 'no metrics'}")
-    with sockets.socket() as probe:
-        probe.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            return finding(
-                name,
-                MISSING,
-                f"port {port}: {error.strerror}",
-                "set KVTIER_METRICS_PORT (0: any free one)",
-                needed=True,
-            )
+    server = MetricsServer(Metrics(), port)
+    try:
+        server.bind()
+    except ResourceShortage as error:
+        return finding(name, MISSING, str(error), "set KVTIER_METRICS_PORT (0: any free one)", needed=True)
+    server.stop()
     return finding(name, OK, f"port {port} is free" if port else "any free port")
 
 

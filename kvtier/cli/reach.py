@@ -11,7 +11,7 @@ from typing import Final
 
 from kvtier.cli.findings import DEGRADED, MISSING, OK, Finding, finding, one_line
 from kvtier.config import Config
-from kvtier.errors import ConfigError, KvtierError, ProtocolMismatch, Unavailable
+from kvtier.errors import ConfigError, KvtierError, ProtocolMismatch, ResourceShortage, Unavailable
 from kvtier.interfaces import Index
 from kvtier.types import KEY_SIZE_BYTES, PROTOCOL_VERSION, BlockId, NodeRecord, TierKind
 
@@ -22,16 +22,22 @@ BLOCKS: Final = 64
 _ID_DIGITS: Final = 12
 
 
-def network_findings(config: Config, peers: Sequence[str]) -> list[Finding]:
+def network_findings(config: Config, peers: Sequence[str], *, is_running: bool = False) -> list[Finding]:
     """Of the index, where one is named (the private one has a probe of its own), and of every peer."""
-    found = [index_finding(config), own_finding(config)] if config.index else []
+    found = [index_finding(config), own_finding(config, is_running=is_running)] if config.index else []
     return found + [peer_finding(config, peer) for peer in peers]
 
 
-def own_finding(config: Config) -> Finding:
-    """Whether other nodes can call this one with what is configured."""
+def own_finding(config: Config, *, is_running: bool = False) -> Finding:
+    """Whether other nodes can call this one with what is configured.
+
+    Parameters
+    ----------
+    is_running
+        A daemon answers on the configured socket: the port is its own.
+    """
     from kvtier.remote.tls import join
-    from kvtier.server.peer_app import check
+    from kvtier.server.peer_app import check, refuse_busy_port
 
     if config.has_no_index:
         return finding("peers", DEGRADED, "without an index there are none", "set KVTIER_INDEX to its URL")
@@ -42,7 +48,19 @@ def own_finding(config: Config) -> Finding:
     except ConfigError as error:
         todo = "see `kvtier serve --help` for --peer-host, --peer-address, --tls-... and --insecure"
         return finding("peers", MISSING, str(error), todo, needed=True)
-    where = config.peer_address or join(config.peer_host, config.peer_port)
+    if not is_running:
+        try:
+            refuse_busy_port(config)
+        except ResourceShortage as error:
+            todo = (
+                "set KVTIER_PEER_HOST to an address of this machine, KVTIER_PEER_PORT to a free port (0: any)"
+            )
+            return finding("peers", MISSING, str(error), todo, needed=True)
+    where = config.peer_address or (
+        join(config.peer_host, config.peer_port)
+        if config.peer_port
+        else f"{config.peer_host}, on a port that is chosen at start"
+    )
     if credentials is not None:
         return finding("peers", OK, f"reach this node at {where}, with certificates of the configured CA")
     if config.insecure:

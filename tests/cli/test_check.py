@@ -77,6 +77,62 @@ def test_a_port_in_use_and_metrics_off(short_dir: Path) -> None:
     assert found(config(short_dir, metrics_port=-1))["metrics port"]["state"] == DEGRADED
 
 
+def test_what_serve_refuses_is_not_called_ok(node: NodeProcess, short_dir: Path) -> None:
+    """Asked through the functions that serve itself calls; nothing is made by asking."""
+    home = node.socket.parent.parent
+    other = config(short_dir / "other")
+    owned = found(config(short_dir / "other", data_dir=home / "data"))["data_dir"]
+    assert (owned["state"], owned["needed"]) == (MISSING, True)
+    assert f"pid {node.readiness['pid']}" in owned["why"]
+    own = found(config(home, socket=node.socket))
+    assert own["data_dir"]["state"] == own["run_dir"]["state"] == OK
+    open_to_all = short_dir / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    finding = found(config(short_dir / "other", run_dir=open_to_all))["run_dir"]
+    assert (finding["state"], finding["needed"]) == (MISSING, True)
+    assert "0777" in finding["why"]
+    (short_dir / "damaged").mkdir()
+    for name in ("daemon.lock", "node.json"):
+        (short_dir / "damaged" / name).write_text("nonsense")
+    assert "damaged" in found(config(short_dir / "other", data_dir=short_dir / "damaged"))["data_dir"]["why"]
+    assert found(other)["data_dir"]["state"] == OK
+    assert not other.data_dir.exists()
+    assert not other.run_dir.exists()
+
+
+def test_a_socket_that_is_none_or_taken(short_dir: Path) -> None:
+    run = short_dir / "taken"
+    run.mkdir(mode=0o700)
+    (run / "kvtier.sock").write_text("")
+    assert "no socket" in found(config(short_dir, run_dir=run))["run_dir"]["why"]
+    (run / "kvtier.sock").unlink()
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(str(run / "kvtier.sock"))
+        assert found(config(short_dir, run_dir=run))["run_dir"]["state"] == OK  # a dead daemon's
+        assert (run / "kvtier.sock").exists()
+        taken.listen(0)
+        taken.setblocking(False)
+        finding = found(config(short_dir, run_dir=run))["run_dir"]
+    assert (finding["state"], finding["needed"]) == (MISSING, True)
+    assert "listens" in finding["why"]
+
+
+def test_a_peer_port_in_use_and_one_that_is_chosen_at_start(short_dir: Path) -> None:
+    shared = {"index": "redis://127.0.0.1:1"}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        finding = reach.own_finding(config(short_dir, peer_port=port, **shared))
+        assert (finding["state"], finding["needed"]) == (MISSING, True)
+        assert str(port) in finding["why"]
+        own = reach.own_finding(config(short_dir, peer_port=port, **shared), is_running=True)
+        assert (own["state"], f":{port}" in own["why"]) == (OK, True)
+    assert ":0" not in reach.own_finding(config(short_dir, **shared))["why"]
+    assert "chosen at start" in reach.own_finding(config(short_dir, **shared))["why"]
+
+
 def test_file_systems() -> None:
     assert check._filesystem(Path("/proc/self")) == "proc"
     assert check._filesystem(Path("/dev/shm")) == "tmpfs"
@@ -135,7 +191,8 @@ def test_how_other_nodes_would_call_this_one(short_dir: Path) -> None:
     for values, state, word in (
         ({"peer_host": "10.0.0.7"}, MISSING, "tls_cert_file"),
         ({"peer_host": "0.0.0.0", "insecure": True}, MISSING, "peer_address"),
-        ({"peer_host": "10.0.0.7", "insecure": True}, DEGRADED, "10.0.0.7"),
+        ({"peer_host": "192.0.2.7", "insecure": True}, MISSING, "192.0.2.7"),  # nobody's address
+        ({"peer_host": "0.0.0.0", "peer_address": "h:7", "insecure": True}, DEGRADED, "h:7"),
         ({"tls_cert_file": Path("/nowhere")}, MISSING, "tls_key_file"),
         ({"peer_port": -1}, DEGRADED, "-1"),
         ({"index": "none"}, DEGRADED, "index"),
