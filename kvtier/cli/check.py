@@ -18,19 +18,27 @@ from kvtier import machine
 from kvtier.cli import output
 from kvtier.cli.findings import DEGRADED, MISSING, OK, Finding, finding
 from kvtier.cli.memory import memory_findings
-from kvtier.cli.options import AsJson, ConfigFile, with_config_options
+from kvtier.cli.options import (
+    DAEMON_TIMEOUT_S,
+    AsJson,
+    ConfigFile,
+    is_listened_on,
+    with_config_options,
+)
 from kvtier.cli.probes import PROBES
-from kvtier.cli.reach import network_findings
+from kvtier.cli.reach import TIMEOUT_S, check_addresses, index_finding, own_finding, peer_findings
 from kvtier.cli.storage import storage_findings
 from kvtier.client import AdminClient
 from kvtier.config import Config
-from kvtier.errors import KvtierError, ResourceShortage
+from kvtier.errors import DeadlineExceeded, KvtierError, ResourceShortage
 from kvtier.identity import node_id_of, refuse_owned
 from kvtier.liveness import check_run_dir
 from kvtier.metrics import Metrics, MetricsServer
 from kvtier.v1 import admin_pb2 as pb
 
 PROBE_TIMEOUT_S: Final = 90.0
+_ASKED: Final = 3
+"""Index, peers and storage are asked at the same time, while this thread asks the daemon."""
 _COLOURS: Final = {OK: "green", DEGRADED: "yellow", MISSING: "red"}
 
 
@@ -68,16 +76,29 @@ def check(
     names = [name for name in PROBES if name not in (skip or ())]
     if settings.index and "index" in names:
         names.remove("index")  # it tries the private one, which would not be used
+    check_addresses(peer or ())
     progress = output.Progress(quiet=not names)
-    with progress.shown(), ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
+    waiting = f"asking the daemon, the index, peers and storage, {TIMEOUT_S:g} s at most for each"
+    with (
+        progress.shown(),
+        output.patience(waiting),
+        ThreadPoolExecutor(max_workers=len(names) + _ASKED) as pool,
+    ):
         progress(f"probing {', '.join(names)}")
         running = [pool.submit(_probe, name) for name in names]
+        asked = pool.submit(_index, settings)
+        peers = pool.submit(peer_findings, settings, peer or ())
+        storage = pool.submit(
+            storage_findings, nvme or (), settings.tier_deadline_s, may_be_made=settings.nvme_paths
+        )
         found = local_findings(settings)
         is_running = any(each["name"] == "daemon" and each["state"] != MISSING for each in found)
-        found += storage_findings(nvme or (), settings.tier_deadline_s, may_be_made=settings.nvme_paths)
-        found += network_findings(settings, peer or (), is_running=is_running)
+        found += storage.result() + asked.result()
+        if settings.index:
+            found.append(own_finding(settings, is_running=is_running))
+        found += peers.result()
         found += [each for future in running for each in future.result()]
-    ready = not any(each["state"] == MISSING and each["needed"] for each in found)
+    ready = not any(each["state"] != OK and each["needed"] for each in found)
     if as_json:
         output.print_json({"ok": ready, "checks": found})
     else:
@@ -91,6 +112,11 @@ def check(
         )
     if not ready:
         raise typer.Exit(output.NEGATIVE)
+
+
+def _index(config: Config) -> list[Finding]:
+    """Where one is named: the private one has a probe of its own."""
+    return [index_finding(config)] if config.index else []
 
 
 def local_findings(config: Config) -> list[Finding]:
@@ -110,15 +136,31 @@ def local_findings(config: Config) -> list[Finding]:
 
 def _daemon(config: Config) -> tuple[Finding, pb.GetStatusResponse | None]:
     try:
-        with AdminClient(str(config.socket)) as client:
+        with AdminClient(config.socket, timeout_s=DAEMON_TIMEOUT_S) as client:
             status = client.status()
     except KvtierError as error:
+        if is_listened_on(config.socket):
+            return _hanging(config, error), None
         why = f"nobody answers on {config.socket}" if not config.socket.exists() else str(error)
         return finding("daemon", MISSING, f"{why}: engines compute everything", "kvtier serve"), None
     why = f"{status.state}, version {status.version}, {len(status.engines)} engines, index {status.index}"
     if status.notices:
         return finding("daemon", DEGRADED, f"{why}; {'; '.join(status.notices)}"), status
     return finding("daemon", OK, why), status
+
+
+def _hanging(config: Config, error: KvtierError) -> Finding:
+    """A daemon that is there, and answers nobody: another one cannot start beside it."""
+    hangs = isinstance(error, DeadlineExceeded)
+    why = f"does not answer within {DAEMON_TIMEOUT_S:g} s" if hangs else f"is busy ({error})"
+    todo = (
+        "see whether it is stopped, and its log; end it and start it anew if it stays so"
+        if hangs
+        else "try again, and see who has so many connections open"
+    )
+    return finding(
+        "daemon", DEGRADED, f"what listens on {config.socket} {why}: engines compute all", todo, needed=True
+    )
 
 
 def _shared_memory(config: Config, running: pb.GetStatusResponse | None) -> Finding:

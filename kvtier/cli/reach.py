@@ -22,10 +22,12 @@ BLOCKS: Final = 64
 _ID_DIGITS: Final = 12
 
 
-def network_findings(config: Config, peers: Sequence[str], *, is_running: bool = False) -> list[Finding]:
-    """Of the index, where one is named (the private one has a probe of its own), and of every peer."""
-    found = [index_finding(config), own_finding(config, is_running=is_running)] if config.index else []
-    return found + [peer_finding(config, peer) for peer in peers]
+def check_addresses(peers: Sequence[str]) -> None:
+    """Raise `InvalidRequest` for what is no address."""
+    from kvtier.remote.tls import parse_address
+
+    for address in peers:
+        parse_address(address)
 
 
 def own_finding(config: Config, *, is_running: bool = False) -> Finding:
@@ -125,19 +127,21 @@ async def _round_trip(index: Index) -> float:
     return statistics.median(times_s)
 
 
-def peer_finding(config: Config, address: str) -> Finding:
-    """Whether a node answers there, with the certificates that are configured, and how bytes come from it.
+def peer_findings(config: Config, addresses: Sequence[str]) -> list[Finding]:
+    """Whether nodes answer there, with the certificates that are configured, and how bytes come from them.
 
-    Raises
-    ------
-    InvalidRequest
-        That is no address.
+    All are asked at once.
     """
-    from kvtier.remote.tls import parse_address
 
-    parse_address(address)
+    async def ask_all() -> list[Finding]:
+        return list(await asyncio.gather(*(_peer_finding(config, address) for address in addresses)))
+
+    return asyncio.run(ask_all()) if addresses else []
+
+
+async def _peer_finding(config: Config, address: str) -> Finding:
     try:
-        return asyncio.run(_ask_peer(config, address))
+        return await _ask_peer(config, address)
     except ProtocolMismatch as error:
         todo = "install the same kvtier version on both"
         return finding(f"peer {address}", MISSING, str(error), todo, needed=True)
