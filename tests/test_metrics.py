@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from structlog.testing import CapturingLogger
 
 from kvtier.errors import ResourceShortage
 from kvtier.metrics import MAX_SCRAPES, Metrics, MetricsServer, Sample
@@ -75,7 +76,11 @@ def test_a_client_that_says_nothing_is_left_without_a_trace(
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-def test_a_node_that_does_not_answer_is_a_503_and_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_node_that_does_not_answer_is_a_503_and_a_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = CapturingLogger()
+    monkeypatch.setattr("kvtier.metrics.log", log)
     metrics = Metrics()
 
     def stuck() -> Sample:
@@ -88,9 +93,8 @@ def test_a_node_that_does_not_answer_is_a_503_and_a_line(capfd: pytest.CaptureFi
         scrape(server)
     assert caught.value.code == 503
     server.stop()
-    shown = "".join(capfd.readouterr())
-    assert "got no answer from the node" in shown
-    assert "Traceback" not in shown
+    assert [call.args for call in log.calls] == [("a scrape of the metrics got no answer from the node",)]
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 def test_a_port_that_is_only_bound_is_given_back() -> None:
