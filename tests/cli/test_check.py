@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -162,12 +163,10 @@ def test_a_daemon_that_hangs_is_not_missing(
 def test_a_daemon_whose_connections_are_all_used_is_busy_not_missing(short_dir: Path, kvtier: Kvtier) -> None:
     shm = Path(tempfile.mkdtemp(prefix="kvtier-test-", dir="/dev/shm"))
     limit = CONNECTIONS_PER_ENGINE + OTHER_CONNECTIONS
-    with (
-        NodeProcess(
-            short_dir / "busy", dram_bytes=1 << 20, extent_bytes=1 << 20, max_engines=1, shm_dir=shm
-        ) as busy,
-        ExitStack() as opened,
-    ):
+    with ExitStack() as opened:
+        opened.callback(shutil.rmtree, shm)
+        sizes = {"dram_bytes": 1 << 20, "extent_bytes": 1 << 20, "max_engines": 1}
+        busy = opened.enter_context(NodeProcess(short_dir / "busy", shm_dir=shm, **sizes))
         busy.admin.close()
         for _ in range(limit):
             each = opened.enter_context(socket.socket(socket.AF_UNIX))
@@ -181,7 +180,6 @@ def test_a_daemon_whose_connections_are_all_used_is_busy_not_missing(short_dir: 
         finding = found(config(short_dir / "busy", socket=busy.socket))["daemon"]
         assert (finding["state"], finding["needed"]) == (DEGRADED, True)
         assert "is busy" in finding["why"]
-    shm.rmdir()
 
 
 def test_peers_are_asked_all_at_once(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
