@@ -27,6 +27,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -46,9 +47,17 @@ _WIRE_BYTES_PER_KEY: Final = 48
 _WIRE_BYTES_PER_CALL: Final = 64 << 10
 _PREFIX: Final = "KVTIER_"
 _BYTE_SIZE: Final = TypeAdapter(ByteSize)
+_LONG_RUN_DIR: Final = "run_dir_too_long"
+
+
+def _no_nul(path: Path) -> Path:
+    if "\0" in str(path):
+        raise ValueError("a path has no NUL in it")
+    return path
 
 
 def _absolute(path: Path) -> Path:
+    path = _no_nul(path)
     try:
         path = path.expanduser()
     except RuntimeError:
@@ -62,11 +71,20 @@ def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
+def _no_flag(value: Any) -> Any:
+    """To Python true is 1, to whoever writes a TOML file it is not."""
+    if isinstance(value, bool):
+        raise ValueError("allowed is a number, true and false are none")
+    return value
+
+
 Size = Annotated[int, BeforeValidator(lambda value: _parse_size(value))]
 Directory = Annotated[Path, AfterValidator(_absolute)]
-Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+File = Annotated[Path, AfterValidator(_no_nul)]
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False), BeforeValidator(_no_flag)]
+Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), BeforeValidator(_no_flag)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(_no_flag)]
+Port = Annotated[int, Field(ge=-1, le=65_535), BeforeValidator(_no_flag)]
 Verify = Annotated[Literal["off", "sample", "all"], BeforeValidator(_lower)]
 
 
@@ -191,8 +209,8 @@ class Config(BaseSettings):
     )
     index_user: str = Field("", description="ACL user of the index; empty: the default user")
     index_password: SecretStr = Field(SecretStr(""), description="password of the index")
-    index_password_file: Path | None = Field(None, description="file that holds the password instead")
-    index_ca_file: Path | None = Field(
+    index_password_file: File | None = Field(None, description="file that holds the password instead")
+    index_ca_file: File | None = Field(
         None, description="CA of the index's TLS certificate; empty: the system's"
     )
     index_prefix: str = Field(
@@ -210,12 +228,12 @@ class Config(BaseSettings):
     max_unpublished: Count = Field(1_000_000, description="changes kept while the index cannot be reached")
 
     peer_host: str = Field("127.0.0.1", description="address that other nodes' calls are answered on")
-    peer_port: int = Field(0, ge=-1, le=65_535, description="its port; 0: any free port, -1: no peers")
+    peer_port: Port = Field(0, description="its port; 0: any free port, -1: no peers")
     peer_address: str = Field("", description="HOST:PORT under which others reach it; empty: as bound")
     insecure: bool = Field(False, description="allow peers off the loopback without TLS")
-    tls_cert_file: Path | None = Field(None, description="this node's certificate for peers (PEM)")
-    tls_key_file: Path | None = Field(None, description="its private key (PEM)")
-    tls_ca_file: Path | None = Field(
+    tls_cert_file: File | None = Field(None, description="this node's certificate for peers (PEM)")
+    tls_key_file: File | None = Field(None, description="its private key (PEM)")
+    tls_ca_file: File | None = Field(
         None, description="the CA that peers' certificates have to be signed by (PEM)"
     )
     transfer: Annotated[Literal["auto", "nixl", "stream"], BeforeValidator(_lower)] = Field(
@@ -230,9 +248,7 @@ class Config(BaseSettings):
     )
     max_given_fraction: Fraction = Field(0.25, description="part of a tier that one peer may lease")
 
-    metrics_port: int = Field(
-        9470, ge=-1, le=65_535, description="Prometheus metrics on loopback; 0: any free port, -1: off"
-    )
+    metrics_port: Port = Field(9470, description="Prometheus metrics on loopback; 0: any free port, -1: off")
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)
     ] = Field("info", description="debug, info, warning, error or critical")
@@ -311,13 +327,19 @@ class Config(BaseSettings):
 
     @field_validator("socket")
     @classmethod
-    def _fit_the_socket(cls, value: Path) -> Path:
+    def _fit_the_socket(cls, value: Path, info: ValidationInfo) -> Path:
         length = len(os.fsencode(value))
-        if length > MAX_SOCKET_PATH_BYTES:
-            raise ValueError(
-                f"the path has {length} bytes, a Unix socket's has at most {MAX_SOCKET_PATH_BYTES}"
+        if length <= MAX_SOCKET_PATH_BYTES:
+            return value
+        run_dir = info.data.get("run_dir")
+        if run_dir is not None and value == run_dir / SOCKET_NAME:
+            raise PydanticCustomError(
+                _LONG_RUN_DIR,
+                "its socket {name} would have a path of {length} bytes, a Unix socket's has at most {most}; "
+                "choose a shorter directory",
+                {"name": SOCKET_NAME, "length": length, "most": MAX_SOCKET_PATH_BYTES, "run_dir": run_dir},
             )
-        return value
+        raise ValueError(f"the path has {length} bytes, a Unix socket's has at most {MAX_SOCKET_PATH_BYTES}")
 
     @field_validator("extent_bytes")
     @classmethod
@@ -425,9 +447,12 @@ def _explain_one(detail: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     message = str(detail["msg"]).removeprefix("Value error, ")
     if not detail["loc"]:
         return message
-    name = str(detail["loc"][0])
+    name, value = str(detail["loc"][0]), detail["input"]
+    if detail["type"] == _LONG_RUN_DIR:  # the socket's path was made from it
+        name, value = "run_dir", detail["ctx"]["run_dir"]
     where = f" ({origins[name]})" if name in origins else ""
     if detail["type"] == "extra_forbidden":
         return f"{name}{where} is not a field: allowed are {', '.join(sorted(Config.model_fields))}"
     message = message[:1].lower() + message[1:]
-    return f"{name} is {detail['input']!r}{where}: {message} [{Config.model_fields[name].description}]"
+    shown = str(value) if isinstance(value, Path) else value
+    return f"{name} is {shown!r}{where}: {message} [{Config.model_fields[name].description}]"

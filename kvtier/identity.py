@@ -96,17 +96,55 @@ def open_identity(data_dir: Path) -> Identity:
     return Identity(node_id, incarnation, lock_fd)
 
 
+def refuse_owned(data_dir: Path) -> None:
+    """See, without making anything, that `open_identity` would find no live owner and no damage.
+
+    Raises
+    ------
+    AlreadyRunning, ConfigError, ResourceShortage
+        As `open_identity` raises them.
+    """
+    try:
+        lock_fd = os.open(data_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _unusable(data_dir, error) from error
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _read(data_dir / NODE_NAME)
+    except BlockingIOError:
+        raise _owned(data_dir, lock_fd) from None
+    except OSError as error:
+        raise _unusable(data_dir, error) from error
+    finally:
+        os.close(lock_fd)
+
+
+def node_id_of(data_dir: Path) -> str:
+    """Whose directory it is; empty where nobody's yet, or where that cannot be read."""
+    try:
+        return _read(data_dir / NODE_NAME)[0] if (data_dir / NODE_NAME).exists() else ""
+    except (OSError, ConfigError):
+        return ""
+
+
+def _owned(data_dir: Path, lock_fd: int) -> AlreadyRunning:
+    pid = os.pread(lock_fd, 20, 0).decode("ascii", "replace").strip()
+    owner = f"pid {pid}" if pid.isdigit() else "pid unknown"
+    return AlreadyRunning(
+        f"data_dir is {data_dir}: a live daemon ({owner}) owns it; stop it, or choose another data_dir"
+    )
+
+
 def _lock(data_dir: Path) -> int:
     fd = os.open(data_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        pid = os.pread(fd, 20, 0).decode("ascii", "replace").strip()
+        error = _owned(data_dir, fd)
         os.close(fd)
-        owner = f"pid {pid}" if pid.isdigit() else "pid unknown"
-        raise AlreadyRunning(
-            f"data_dir is {data_dir}: a live daemon ({owner}) owns it; stop it, or choose another data_dir"
-        ) from None
+        raise error from None
     except OSError:
         os.close(fd)
         raise

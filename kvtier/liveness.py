@@ -44,11 +44,20 @@ def prepare_run_dir(run_dir: Path) -> None:
     for directory in (run_dir, run_dir / ENGINES_DIR):
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = directory.lstat()
         except OSError as error:
-            raise ConfigError(
-                f"run_dir is {run_dir}: allowed is a directory that this user can make ({error})"
-            ) from error
+            raise _cannot_be_made(run_dir, error) from error
+    check_run_dir(run_dir)
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """Look at what is there, and make nothing; raises what `prepare_run_dir` would raise of it."""
+    for directory in (run_dir, run_dir / ENGINES_DIR):
+        try:
+            status = directory.lstat()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _cannot_be_made(run_dir, error) from error
         if not stat.S_ISDIR(status.st_mode):
             raise ConfigError(f"run_dir is {run_dir}: {directory} is no directory; remove it")
         if status.st_uid != os.geteuid():
@@ -61,6 +70,10 @@ def prepare_run_dir(run_dir: Path) -> None:
                 f"run_dir is {run_dir}: others may write to {directory} (mode "
                 f"{stat.S_IMODE(status.st_mode):04o}); run chmod 700 on it, or choose another run_dir"
             )
+
+
+def _cannot_be_made(run_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"run_dir is {run_dir}: allowed is a directory that this user can make ({error})")
 
 
 class EngineLocks:

@@ -6,25 +6,37 @@ What the core counts is read when it is scraped, on the node's event loop; only 
 
 from __future__ import annotations
 
+import io
+import socket
 import socketserver
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
+from kvtier import logs
 from kvtier.errors import ResourceShortage
 
 LOOPBACK: Final = "127.0.0.1"
 SCRAPE_TIMEOUT_S: Final = 5.0
+MAX_SCRAPES: Final = 16
+"""Clients that are being answered at once."""
+ROOM_TIMEOUT_S: Final = 1.0
+"""So long a client waits for one of the others to be gone."""
 _LATENCY_BUCKETS_S: Final = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0,
 )  # fmt: skip
 _PULL_BUCKETS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+log = logs.get("metrics")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +234,7 @@ def _remote(sample: Sample) -> Iterator[Metric]:
 
 
 class MetricsServer:
-    """Answers scrapes on loopback, one at a time, in a thread of its own.
+    """Answers scrapes on loopback, each in a thread of its own, at most `MAX_SCRAPES` at once.
 
     Parameters
     ----------
@@ -246,8 +258,8 @@ class MetricsServer:
         """``host:port`` while it runs, otherwise empty."""
         return f"{LOOPBACK}:{self._server.server_port}" if self._server else ""
 
-    def start(self) -> None:
-        """Bind and answer from now on."""
+    def bind(self) -> None:
+        """Take the port, and answer nobody yet; `stop` gives it back."""
         try:
             self._server = _Server((LOOPBACK, self._port), _Handler)
         except OSError as error:
@@ -255,7 +267,12 @@ class MetricsServer:
                 f"metrics_port {self._port} on {LOOPBACK} cannot be used ({error.strerror}): "
                 "choose another, 0 for any free one or -1 for no metrics"
             ) from error
-        self._server.set_app(make_wsgi_app(self._metrics.registry))
+
+    def start(self) -> None:
+        """Bind and answer from now on."""
+        self.bind()
+        assert self._server is not None
+        self._server.set_app(_guarded(make_wsgi_app(self._metrics.registry)))
         self._thread = threading.Thread(
             target=self._server.serve_forever,
             name="kvtier-metrics",
@@ -265,30 +282,101 @@ class MetricsServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop and free the port; idempotent. Blocks for a running scrape at most."""
-        if self._server is None or self._thread is None:
-            return
-        self._server.shutdown()
-        self._thread.join(SCRAPE_TIMEOUT_S)
-        self._server.server_close()
+        """Stop and free the port; idempotent. Blocks for running scrapes at most, silent clients are left."""
+        server, thread = self._server, self._thread
         self._server = self._thread = None
+        if server is None:
+            return
+        if thread is not None:
+            server.shutdown()
+            thread.join(SCRAPE_TIMEOUT_S)
+            server.end_scrapes()
+        server.server_close()
 
 
-class _Server(WSGIServer):
+class _Server(ThreadingWSGIServer):
     request_queue_size = 16
+
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self._open: dict[socket.socket, None] = {}  # the oldest first
+        self._changed = threading.Condition()
+        super().__init__(address, handler)
 
     def server_bind(self) -> None:
         # Not HTTPServer's: that asks the resolver for the host's name, which can take seconds.
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = LOOPBACK, self.server_address[1]
+        self.server_name, self.server_port = LOOPBACK, int(self.server_address[1])
         self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Where all threads are taken, the client that takes longest makes room: it is the one that hangs."""
+        with self._changed:
+            if len(self._open) >= MAX_SCRAPES:
+                _hang_up(next(iter(self._open)))
+                if not self._changed.wait_for(lambda: len(self._open) < MAX_SCRAPES, ROOM_TIMEOUT_S):
+                    self.shutdown_request(request)
+                    return
+            self._open[request] = None
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread is to be had
+            self._ended(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """In the request's own thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._ended(request)
+
+    def _ended(self, request: socket.socket) -> None:
+        with self._changed:
+            self._open.pop(request, None)
+            self._changed.notify_all()
+
+    def end_scrapes(self) -> None:
+        """Hang up on whoever is left, and wait for their threads."""
+        with self._changed:
+            for request in self._open:
+                _hang_up(request)
+            self._changed.wait_for(lambda: not self._open, SCRAPE_TIMEOUT_S)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs, hangs up or says nonsense is no fault of ours: no traceback."""
+        log.debug("a client of the metrics was left", error=repr(sys.exception()))
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = SCRAPE_TIMEOUT_S  # a client that says nothing cannot hold the only thread for ever
+    timeout = SCRAPE_TIMEOUT_S  # for each read and write: a client that says nothing keeps no thread for ever
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not news."""
 
+    def get_stderr(self) -> Any:
+        """Where wsgiref writes tracebacks of clients that are gone; faults of ours `_guarded` has logged."""
+        return io.StringIO()
+
     def address_string(self) -> str:
         return str(self.client_address[0])
+
+
+def _hang_up(request: socket.socket) -> None:
+    with suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
+
+
+def _guarded(app: Callable[..., Any]) -> Callable[..., Any]:
+    """A scrape that fails is a line of the log and status 503, and the next one is none the worse."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        try:
+            return app(environ, start_response)
+        except TimeoutError:  # the event loop is busy, or ends
+            log.warning("a scrape of the metrics got no answer from the node", timeout_s=SCRAPE_TIMEOUT_S)
+        except Exception:
+            log.exception("a scrape of the metrics failed")
+        start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
+        return [b"the node does not answer\n"]
+
+    return answer

@@ -103,6 +103,14 @@ def test_auto_is_never_an_error_for_commands_that_need_no_arena(tmp_path: Path) 
         ("extent_bytes", 1000, "multiple of"),
         ("extent_bytes", "2GiB", "1 GiB"),
         ("run_dir", "relative/dir", "absolute"),
+        ("run_dir", "/" + "x" * 120, "a Unix socket's has at most 107"),
+        ("run_dir", "/tmp/a\0b", "NUL"),
+        ("tls_key_file", "/tmp/a\0b", "NUL"),
+        ("lease_ttl_s", True, "true and false are none"),
+        ("max_leased_fraction", True, "true and false are none"),
+        ("max_engines", True, "true and false are none"),
+        ("peer_port", True, "true and false are none"),
+        ("metrics_port", False, "true and false are none"),
         ("socket", "/" + "x" * 120, "107"),
         ("lease_ttl_s", 0, "greater than 0"),
         ("lease_ttl_s", float("nan"), "finite"),
@@ -131,6 +139,26 @@ def test_an_error_says_which_source_it_is_from(tmp_path: Path, monkeypatch: pyte
         Config.load(file)
     assert f"max_engines is 0 (file {file})" in str(caught.value)
     assert "max_holds is 'many' (environment KVTIER_MAX_HOLDS)" in str(caught.value)
+
+
+def test_no_number_in_a_file_may_be_true_or_false(tmp_path: Path) -> None:
+    numbers = [name for name, field in Config.model_fields.items() if field.annotation in (int, float)]
+    assert len(numbers) > 30
+    file = toml(tmp_path / "kvtier.toml", "".join(f"{name} = true\n" for name in numbers))
+    with pytest.raises(ConfigError) as caught:
+        Config.load(file)
+    told = str(caught.value).splitlines()
+    assert [line.split(" is ")[0] for line in told] == numbers
+    assert all(f"is True (file {file}): allowed is" in line for line in told)
+
+
+def test_a_run_dir_too_long_for_its_socket_is_named_not_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = "/" + "x" * 100
+    monkeypatch.setenv("KVTIER_RUN_DIR", directory)
+    with pytest.raises(ConfigError) as caught:
+        Config.load()
+    assert str(caught.value).startswith(f"run_dir is '{directory}' (environment KVTIER_RUN_DIR): its socket")
+    assert Config.load(socket=f"{directory}/s").socket.name == "s"
 
 
 def test_an_unknown_key_is_an_error_that_lists_the_fields(tmp_path: Path) -> None:

@@ -278,7 +278,9 @@ class SchedulerSide:
         return True
 
     def close(self) -> None:
-        """End the lookups; bounded by their deadline."""
+        """End the lookups, bounded by their deadline, and say how many requests were bypassed, and why."""
+        for reason, count in self.counters.bypassed.items():
+            logger.info("kvtier: %d requests with %s were not cached", count, reason)
         if self._lookups is not None:
             self._lookups.close()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import socket as sockets
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,16 +18,27 @@ from kvtier import machine
 from kvtier.cli import output
 from kvtier.cli.findings import DEGRADED, MISSING, OK, Finding, finding
 from kvtier.cli.memory import memory_findings
-from kvtier.cli.options import AsJson, ConfigFile, with_config_options
+from kvtier.cli.options import (
+    DAEMON_TIMEOUT_S,
+    AsJson,
+    ConfigFile,
+    is_listened_on,
+    with_config_options,
+)
 from kvtier.cli.probes import PROBES
-from kvtier.cli.reach import network_findings
+from kvtier.cli.reach import TIMEOUT_S, check_addresses, index_finding, own_finding, peer_findings
 from kvtier.cli.storage import storage_findings
 from kvtier.client import AdminClient
 from kvtier.config import Config
-from kvtier.errors import KvtierError
+from kvtier.errors import DeadlineExceeded, KvtierError, ResourceShortage
+from kvtier.identity import node_id_of, refuse_owned
+from kvtier.liveness import check_run_dir
+from kvtier.metrics import Metrics, MetricsServer
 from kvtier.v1 import admin_pb2 as pb
 
 PROBE_TIMEOUT_S: Final = 90.0
+_ASKED: Final = 3
+"""Index, peers and storage are asked at the same time, while this thread asks the daemon."""
 _COLOURS: Final = {OK: "green", DEGRADED: "yellow", MISSING: "red"}
 
 
@@ -66,15 +76,29 @@ def check(
     names = [name for name in PROBES if name not in (skip or ())]
     if settings.index and "index" in names:
         names.remove("index")  # it tries the private one, which would not be used
+    check_addresses(peer or ())
     progress = output.Progress(quiet=not names)
-    with progress.shown(), ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
+    waiting = f"asking the daemon, the index, peers and storage, {TIMEOUT_S:g} s at most for each"
+    with (
+        progress.shown(),
+        output.patience(waiting),
+        ThreadPoolExecutor(max_workers=len(names) + _ASKED) as pool,
+    ):
         progress(f"probing {', '.join(names)}")
         running = [pool.submit(_probe, name) for name in names]
+        asked = pool.submit(_index, settings)
+        peers = pool.submit(peer_findings, settings, peer or ())
+        storage = pool.submit(
+            storage_findings, nvme or (), settings.tier_deadline_s, may_be_made=settings.nvme_paths
+        )
         found = local_findings(settings)
-        found += storage_findings(nvme or (), settings.tier_deadline_s, may_be_made=settings.nvme_paths)
-        found += network_findings(settings, peer or ())
+        is_running = any(each["name"] == "daemon" and each["state"] != MISSING for each in found)
+        found += storage.result() + asked.result()
+        if settings.index:
+            found.append(own_finding(settings, is_running=is_running))
+        found += peers.result()
         found += [each for future in running for each in future.result()]
-    ready = not any(each["state"] == MISSING and each["needed"] for each in found)
+    ready = not any(each["state"] != OK and each["needed"] for each in found)
     if as_json:
         output.print_json({"ok": ready, "checks": found})
     else:
@@ -90,6 +114,11 @@ def check(
         raise typer.Exit(output.NEGATIVE)
 
 
+def _index(config: Config) -> list[Finding]:
+    """Where one is named: the private one has a probe of its own."""
+    return [index_finding(config)] if config.index else []
+
+
 def local_findings(config: Config) -> list[Finding]:
     """What can be seen without loading anything; a running daemon's own memory and port count as fine."""
     daemon, running = _daemon(config)
@@ -98,7 +127,8 @@ def local_findings(config: Config) -> list[Finding]:
         _memory(config),
         _memlock(config),
         *memory_findings(config),
-        *(_directory(name, getattr(config, name)) for name in ("data_dir", "run_dir")),
+        _data_dir(config, running),
+        _run_dir(config, running),
         _metrics_port(config, running),
         daemon,
     ]
@@ -106,15 +136,31 @@ def local_findings(config: Config) -> list[Finding]:
 
 def _daemon(config: Config) -> tuple[Finding, pb.GetStatusResponse | None]:
     try:
-        with AdminClient(str(config.socket)) as client:
+        with AdminClient(config.socket, timeout_s=DAEMON_TIMEOUT_S) as client:
             status = client.status()
     except KvtierError as error:
+        if is_listened_on(config.socket):
+            return _hanging(config, error), None
         why = f"nobody answers on {config.socket}" if not config.socket.exists() else str(error)
         return finding("daemon", MISSING, f"{why}: engines compute everything", "kvtier serve"), None
     why = f"{status.state}, version {status.version}, {len(status.engines)} engines, index {status.index}"
     if status.notices:
         return finding("daemon", DEGRADED, f"{why}; {'; '.join(status.notices)}"), status
     return finding("daemon", OK, why), status
+
+
+def _hanging(config: Config, error: KvtierError) -> Finding:
+    """A daemon that is there, and answers nobody: another one cannot start beside it."""
+    hangs = isinstance(error, DeadlineExceeded)
+    why = f"does not answer within {DAEMON_TIMEOUT_S:g} s" if hangs else f"is busy ({error})"
+    todo = (
+        "see whether it is stopped, and its log; end it and start it anew if it stays so"
+        if hangs
+        else "try again, and see who has so many connections open"
+    )
+    return finding(
+        "daemon", DEGRADED, f"what listens on {config.socket} {why}: engines compute all", todo, needed=True
+    )
 
 
 def _shared_memory(config: Config, running: pb.GetStatusResponse | None) -> Finding:
@@ -185,24 +231,44 @@ def _directory(name: str, path: Path) -> Finding:
     return finding(what, OK, "writable" if existing == path else "does not exist yet, can be made")
 
 
+def _data_dir(config: Config, running: pb.GetStatusResponse | None) -> Finding:
+    try:
+        if running is None or running.node_id != node_id_of(config.data_dir):  # else it is its own
+            refuse_owned(config.data_dir)
+    except KvtierError as error:
+        return _refused(f"data_dir {config.data_dir}", error, "KVTIER_DATA_DIR")
+    return _directory("data_dir", config.data_dir)
+
+
+def _run_dir(config: Config, running: pb.GetStatusResponse | None) -> Finding:
+    from kvtier.server.app import is_stale_socket  # heavy: only this command needs it
+
+    try:
+        check_run_dir(config.run_dir)
+        if running is None:
+            is_stale_socket(config.socket)
+    except KvtierError as error:
+        return _refused(f"run_dir {config.run_dir}", error, "KVTIER_RUN_DIR")
+    return _directory("run_dir", config.run_dir)
+
+
+def _refused(name: str, error: KvtierError, variable: str) -> Finding:
+    """What `kvtier serve` would say."""
+    return finding(name, MISSING, str(error), f"do as it says, or set {variable}", needed=True)
+
+
 def _metrics_port(config: Config, running: pb.GetStatusResponse | None) -> Finding:
     name, port = "metrics port", config.metrics_port
     if port < 0:
         return finding(name, DEGRADED, "metrics are off", "set KVTIER_METRICS_PORT to 9470")
     if running is not None:
         return finding(name, OK, f"the daemon serves {running.metrics_address or 'no metrics'}")
-    with sockets.socket() as probe:
-        probe.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            return finding(
-                name,
-                MISSING,
-                f"port {port}: {error.strerror}",
-                "set KVTIER_METRICS_PORT (0: any free one)",
-                needed=True,
-            )
+    server = MetricsServer(Metrics(), port)
+    try:
+        server.bind()
+    except ResourceShortage as error:
+        return finding(name, MISSING, str(error), "set KVTIER_METRICS_PORT (0: any free one)", needed=True)
+    server.stop()
     return finding(name, OK, f"port {port} is free" if port else "any free port")
 
 

@@ -14,11 +14,14 @@ from pydantic import SecretStr
 from pydantic_core import PydanticUndefined
 from rich.markup import escape
 
+from kvtier.cli import output
 from kvtier.client import AdminClient
 from kvtier.config import Config
-from kvtier.errors import ConfigError, DeadlineExceeded, Unavailable
+from kvtier.errors import AlreadyRunning, ConfigError, DeadlineExceeded, KvtierError, Unavailable
 
 _PASSWORD_IN_URL: Final = re.compile(r"://.*:.*@", re.DOTALL)
+
+DAEMON_TIMEOUT_S: Final = 5.0
 
 ConfigFile = Annotated[
     Path | None,
@@ -34,16 +37,36 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of 
 def daemon(config: Path | None, socket: str | None) -> Iterator[AdminClient]:
     """A client of the daemon that is meant; raises `ConfigError`, and in the block what the client raises."""
     path = Config.load(config, socket=socket).socket
-    with AdminClient(str(path)) as client:
+    waiting = f"waiting for the daemon on {path} to answer, {DAEMON_TIMEOUT_S:g} s at most for each question"
+    with AdminClient(path, timeout_s=DAEMON_TIMEOUT_S) as client:
         try:
-            yield client
+            with output.patience(waiting):
+                yield client
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"the daemon on {path} does not answer: {error}") from error
         except Unavailable as error:
+            if is_listened_on(path):
+                raise Unavailable(
+                    f"the daemon on {path} is busy: it takes no more connections or calls ({error}); "
+                    "try again, and see who has so many open"
+                ) from error
             why = f" ({error})" if path.exists() else ""
             raise Unavailable(
                 f"no daemon on {path}{why}: start it with `kvtier serve`, or name its socket with --socket"
             ) from error
+
+
+def is_listened_on(path: Path) -> bool:
+    """Whether a process listens on this socket, whatever it answers."""
+    from kvtier.server.app import is_stale_socket  # heavy, and needed only where something is wrong
+
+    try:
+        is_stale_socket(path)
+    except AlreadyRunning:
+        return True
+    except (KvtierError, OSError):
+        return False
+    return False
 
 
 def with_config_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ SHORTAGE: Final = 4
 ALREADY_RUNNING: Final = 5
 FAULT: Final = 6
 SIGNALLED: Final = 128
+NOTICE_AFTER_S: Final = 1.0
 
 EXIT_CODES: Final = (
     "Exit codes: 0 done; 1 the answer is no (nothing found, something missing, a target missed); "
@@ -107,6 +109,18 @@ def duration_text(duration_s: float) -> str:
             parts.append(f"{rest // length} {unit}")
             rest %= length
     return " ".join(parts[:2])
+
+
+@contextmanager
+def patience(message: str) -> Iterator[None]:
+    """Say on stderr what is waited for where the block takes longer than `NOTICE_AFTER_S`."""
+    notice = threading.Timer(NOTICE_AFTER_S, print_error, [message])
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
 
 
 class Progress:

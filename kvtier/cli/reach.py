@@ -11,7 +11,7 @@ from typing import Final
 
 from kvtier.cli.findings import DEGRADED, MISSING, OK, Finding, finding, one_line
 from kvtier.config import Config
-from kvtier.errors import ConfigError, KvtierError, ProtocolMismatch, Unavailable
+from kvtier.errors import ConfigError, KvtierError, ProtocolMismatch, ResourceShortage, Unavailable
 from kvtier.interfaces import Index
 from kvtier.types import KEY_SIZE_BYTES, PROTOCOL_VERSION, BlockId, NodeRecord, TierKind
 
@@ -22,16 +22,24 @@ BLOCKS: Final = 64
 _ID_DIGITS: Final = 12
 
 
-def network_findings(config: Config, peers: Sequence[str]) -> list[Finding]:
-    """Of the index, where one is named (the private one has a probe of its own), and of every peer."""
-    found = [index_finding(config), own_finding(config)] if config.index else []
-    return found + [peer_finding(config, peer) for peer in peers]
+def check_addresses(peers: Sequence[str]) -> None:
+    """Raise `InvalidRequest` for what is no address."""
+    from kvtier.remote.tls import parse_address
+
+    for address in peers:
+        parse_address(address)
 
 
-def own_finding(config: Config) -> Finding:
-    """Whether other nodes can call this one with what is configured."""
+def own_finding(config: Config, *, is_running: bool = False) -> Finding:
+    """Whether other nodes can call this one with what is configured.
+
+    Parameters
+    ----------
+    is_running
+        A daemon answers on the configured socket: the port is its own.
+    """
     from kvtier.remote.tls import join
-    from kvtier.server.peer_app import check
+    from kvtier.server.peer_app import check, refuse_busy_port
 
     if config.has_no_index:
         return finding("peers", DEGRADED, "without an index there are none", "set KVTIER_INDEX to its URL")
@@ -42,7 +50,19 @@ def own_finding(config: Config) -> Finding:
     except ConfigError as error:
         todo = "see `kvtier serve --help` for --peer-host, --peer-address, --tls-... and --insecure"
         return finding("peers", MISSING, str(error), todo, needed=True)
-    where = config.peer_address or join(config.peer_host, config.peer_port)
+    if not is_running:
+        try:
+            refuse_busy_port(config)
+        except ResourceShortage as error:
+            todo = (
+                "set KVTIER_PEER_HOST to an address of this machine, KVTIER_PEER_PORT to a free port (0: any)"
+            )
+            return finding("peers", MISSING, str(error), todo, needed=True)
+    where = config.peer_address or (
+        join(config.peer_host, config.peer_port)
+        if config.peer_port
+        else f"{config.peer_host}, on a port that is chosen at start"
+    )
     if credentials is not None:
         return finding("peers", OK, f"reach this node at {where}, with certificates of the configured CA")
     if config.insecure:
@@ -107,19 +127,21 @@ async def _round_trip(index: Index) -> float:
     return statistics.median(times_s)
 
 
-def peer_finding(config: Config, address: str) -> Finding:
-    """Whether a node answers there, with the certificates that are configured, and how bytes come from it.
+def peer_findings(config: Config, addresses: Sequence[str]) -> list[Finding]:
+    """Whether nodes answer there, with the certificates that are configured, and how bytes come from them.
 
-    Raises
-    ------
-    InvalidRequest
-        That is no address.
+    All are asked at once.
     """
-    from kvtier.remote.tls import parse_address
 
-    parse_address(address)
+    async def ask_all() -> list[Finding]:
+        return list(await asyncio.gather(*(_peer_finding(config, address) for address in addresses)))
+
+    return asyncio.run(ask_all()) if addresses else []
+
+
+async def _peer_finding(config: Config, address: str) -> Finding:
     try:
-        return asyncio.run(_ask_peer(config, address))
+        return await _ask_peer(config, address)
     except ProtocolMismatch as error:
         todo = "install the same kvtier version on both"
         return finding(f"peer {address}", MISSING, str(error), todo, needed=True)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import os
 import secrets
+import sys
 from collections.abc import Sequence
 from typing import Any, Final, Self
 
-from kvtier.client import forks
+from kvtier.client import arguments, forks
 from kvtier.client.stub import Wire
+from kvtier.errors import InvalidRequest
 from kvtier.types import Key, pack_keys
 from kvtier.v1 import admin_pb2 as pb
 
 CALL_ID_BYTES: Final = 16
 DEFAULT_TIMEOUT_S: Final = 5.0
+MAX_PIN_ID: Final = 2**64 - 1
 
 
 class AdminClient:
@@ -29,9 +34,9 @@ class AdminClient:
         Deadline of each call.
     """
 
-    def __init__(self, socket_path: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        self._wire = Wire(socket_path)
-        self._timeout_s = timeout_s
+    def __init__(self, socket_path: str | os.PathLike[str], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self._wire = Wire(arguments.socket_path(socket_path))
+        self._timeout_s = arguments.seconds("timeout_s", timeout_s)
         forks.watch(self._wire)
 
     def status(self) -> pb.GetStatusResponse:
@@ -40,7 +45,7 @@ class AdminClient:
 
     def lookup_prefix(self, keys: Sequence[Key], *, everywhere: bool = False) -> pb.LookupPrefixResponse:
         """Every place of every block of the prefix; `everywhere`: those that the index knows too."""
-        request = pb.LookupPrefixRequest(keys=pack_keys(keys), everywhere=everywhere)
+        request = pb.LookupPrefixRequest(keys=_packed(keys), everywhere=everywhere)
         return self._call("LookupPrefix", request)  # type: ignore[no-any-return]
 
     def list_nodes(self) -> pb.ListNodesResponse:
@@ -49,25 +54,31 @@ class AdminClient:
 
     def get_node(self, node: str) -> pb.GetNodeResponse:
         """One of them, by name, id or an unambiguous beginning of its id; raises `UnknownId`."""
-        return self._call("GetNode", pb.GetNodeRequest(node=node))  # type: ignore[no-any-return]
+        return self._call("GetNode", pb.GetNodeRequest(node=arguments.text("node", node)))  # type: ignore[no-any-return]
 
     def evict_prefix(self, keys: Sequence[Key]) -> pb.EvictPrefixResponse:
         """Drop these blocks and all that continue them; leased and pinned ones stay."""
-        request = pb.EvictPrefixRequest(call_id=new_call_id(), keys=pack_keys(keys))
+        request = pb.EvictPrefixRequest(call_id=new_call_id(), keys=_packed(keys))
         return self._call("EvictPrefix", request)  # type: ignore[no-any-return]
 
     def pin_prefix(self, keys: Sequence[Key], ttl_s: float) -> pb.PinPrefixResponse:
         """Protect the leading blocks that are here for `ttl_s` seconds."""
-        request = pb.PinPrefixRequest(call_id=new_call_id(), keys=pack_keys(keys), ttl_s=ttl_s)
+        if not arguments.is_number(ttl_s) or not 0 < ttl_s < math.inf:
+            raise InvalidRequest(f"ttl_s is {ttl_s!r}: allowed is a number of seconds above 0")
+        request = pb.PinPrefixRequest(
+            call_id=new_call_id(), keys=_packed(keys), ttl_s=min(ttl_s, sys.float_info.max)
+        )
         return self._call("PinPrefix", request)  # type: ignore[no-any-return]
 
     def unpin_prefix(self, keys: Sequence[Key] = (), *, pin_id: int = 0) -> pb.UnpinPrefixResponse:
         """End one pin, or every pin whose deepest block is ``keys[-1]``."""
+        if not arguments.is_count(pin_id, 0, MAX_PIN_ID):
+            raise InvalidRequest(f"pin_id is {pin_id!r}: allowed is what pin_prefix has returned")
         request = pb.UnpinPrefixRequest(call_id=new_call_id())
         if pin_id:
             request.pin_id = pin_id
         else:
-            request.keys = pack_keys(keys)
+            request.keys = _packed(keys)
         return self._call("UnpinPrefix", request)  # type: ignore[no-any-return]
 
     def close(self) -> None:
@@ -82,6 +93,12 @@ class AdminClient:
 
     def _call(self, method: str, request: Any) -> Any:
         return self._wire.call(method, request, self._timeout_s)
+
+
+def _packed(keys: Sequence[Key]) -> bytes:
+    if not isinstance(keys, Sequence) or not all(isinstance(key, bytes) for key in keys):
+        raise InvalidRequest("a list of keys, each of bytes, is wanted: something else was given")
+    return pack_keys(keys)
 
 
 def new_call_id() -> bytes:

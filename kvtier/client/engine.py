@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final, Literal, Self
 
-from kvtier.client import forks
+from kvtier.client import arguments, forks
 from kvtier.client.admin import new_call_id
 from kvtier.client.loads import LoadRun
 from kvtier.client.pages import Pages
@@ -21,8 +22,6 @@ from kvtier.client.stores import StoreRun
 from kvtier.client.stub import Deadline
 from kvtier.errors import InvalidRequest, KvtierError, TierFault
 from kvtier.types import (
-    KEY_SIZE_BYTES,
-    MAX_REQUEST_ID_CHARS,
     MAX_SHARDS,
     Key,
     Layout,
@@ -78,7 +77,7 @@ class EngineClient:
 
     def __init__(
         self,
-        socket_path: str,
+        socket_path: str | os.PathLike[str],
         layout: Layout,
         *,
         description: str = "",
@@ -94,13 +93,13 @@ class EngineClient:
             ("call_timeout_s", call_timeout_s),
             ("load_floor_s", load_floor_s),
         ):
-            if not 0 < value < math.inf:
-                raise InvalidRequest(f"{name} is {value}: allowed is a number of seconds above 0")
+            if not arguments.is_number(value) or not 0 < value < math.inf:
+                raise InvalidRequest(f"{name} is {value!r}: allowed is a number of seconds above 0")
         if verify_loads not in (None, "off", "sample", "all"):
             raise InvalidRequest(f"verify_loads is {verify_loads!r}: allowed are off, sample, all and None")
-        if not 1 <= copy_threads <= MAX_COPY_THREADS:
-            raise InvalidRequest(f"copy_threads is {copy_threads}: allowed is 1 .. {MAX_COPY_THREADS}")
-        if not _is_count(shard, 0, MAX_SHARDS - 1):
+        if not arguments.is_count(copy_threads, 1, MAX_COPY_THREADS):
+            raise InvalidRequest(f"copy_threads is {copy_threads!r}: allowed is 1 .. {MAX_COPY_THREADS}")
+        if not arguments.is_count(shard, 0, MAX_SHARDS - 1):
             raise InvalidRequest(f"shard is {shard!r}: allowed is 0 .. {MAX_SHARDS - 1}")
         self.layout = layout
         self._fingerprint = layout.fingerprint()
@@ -109,7 +108,9 @@ class EngineClient:
         self._call_timeout_s = call_timeout_s
         self._load_floor_s = load_floor_s
         self._verify_loads = verify_loads
-        self._link = Link(socket_path, layout, description)
+        self._link = Link(
+            arguments.socket_path(socket_path), layout, arguments.text("description", description)
+        )
         self._workers = Workers(copy_threads)
         self._counters = Counters()
         self._estimates: OrderedDict[str, float] = OrderedDict()
@@ -124,7 +125,7 @@ class EngineClient:
         bool
             Whether all is ready; False after `timeout_s` or without a node, which is no reason to wait.
         """
-        deadline = Deadline(timeout_s)
+        deadline = Deadline(arguments.seconds("timeout_s", timeout_s))
         try:
             arena = self._link.arena(self._link.session(deadline))
         except KvtierError as error:
@@ -151,12 +152,12 @@ class EngineClient:
             What the engine takes to compute one block (0: unknown): of what lies elsewhere only what loads
             faster is offered.
         """
-        _check_keys(keys)
-        _check_request_id(request_id)
-        if not _is_count(shard_count, 1, MAX_SHARDS):
+        arguments.keys(keys)
+        arguments.request_id(request_id)
+        if not arguments.is_count(shard_count, 1, MAX_SHARDS):
             raise InvalidRequest(f"shard_count is {shard_count!r}: allowed is 1 .. {MAX_SHARDS}")
-        if not 0 <= block_compute_s < math.inf:
-            raise InvalidRequest(f"block_compute_s is {block_compute_s}: allowed is 0 or more seconds")
+        if not arguments.is_number(block_compute_s) or not 0 <= block_compute_s < math.inf:
+            raise InvalidRequest(f"block_compute_s is {block_compute_s!r}: allowed is 0 or more seconds")
         deadline = Deadline(self._lookup_timeout_s)
         self._counters.add(lookups=1, lookup_blocks=len(keys))
         try:
@@ -200,8 +201,12 @@ class EngineClient:
             What is loaded was committed under exactly these keys, and its lease was valid until the last
             byte was copied. Pages of blocks that were not loaded may have been overwritten.
         """
-        _check_request_id(request_id)
+        arguments.request_id(request_id)
         self._check(keys, pages, block_ids)
+        if len(set(block_ids)) < len(block_ids):
+            raise InvalidRequest("a block id is there twice: a page holds one block, give each its own")
+        if budget_s is not None:
+            budget_s = arguments.seconds("budget_s", budget_s)
         begin_s = time.monotonic()
         if not keys:
             return LoadResult(0)
@@ -236,7 +241,10 @@ class EngineClient:
             The same after this time.
         """
         self._check(keys, pages, block_ids)
-        deadline = Deadline(timeout_s)
+        arguments.parent(parent)
+        if stop is not None and not hasattr(stop, "is_set"):
+            raise InvalidRequest(f"stop is {stop!r}: allowed is a threading.Event")
+        deadline = Deadline(arguments.seconds("timeout_s", timeout_s))
         total = StoreResult()
         step = max(1, STORE_ROUND_BYTES // self.layout.block_bytes)
         begin = 0
@@ -257,6 +265,7 @@ class EngineClient:
 
     def release_hold(self, request_id: str) -> None:
         """Give an offer back that will not be loaded; one that is unknown or has ended is fine."""
+        arguments.request_id(request_id)
         with self._estimates_lock:
             self._estimates.pop(request_id, None)
         deadline = Deadline(self._call_timeout_s)
@@ -376,11 +385,12 @@ class EngineClient:
                 self._estimates.popitem(last=False)
 
     def _check(self, keys: Sequence[Key], pages: Pages, block_ids: Sequence[int]) -> None:
-        _check_keys(keys)
-        if not all(isinstance(block_id, int) for block_id in block_ids):
-            raise InvalidRequest("a block id is no int: give a list of them")
+        arguments.keys(keys)
+        arguments.block_ids(block_ids)
         if len(keys) != len(block_ids):
             raise InvalidRequest(f"{len(block_ids)} block ids were given for {len(keys)} keys")
+        if not isinstance(pages, Pages):
+            raise InvalidRequest("pages are made by Pages.from_tensors: something else was given")
         if pages.layout != self.layout:
             raise InvalidRequest("the pages have another layout than this client: make one client for each")
         pages.check(block_ids)
@@ -389,21 +399,6 @@ class EngineClient:
         self._counters.add(faults=1)
         logger.debug("kvtier: %s failed: %s", what, error)
         return reason_of(error)
-
-
-def _check_keys(keys: Sequence[Key]) -> None:
-    if any(not isinstance(key, bytes) or len(key) != KEY_SIZE_BYTES for key in keys):
-        raise InvalidRequest(f"a key is {KEY_SIZE_BYTES} bytes: something else was given")
-
-
-def _check_request_id(request_id: str) -> None:
-    is_good = isinstance(request_id, str) and request_id.isprintable()
-    if not is_good or not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS:
-        raise InvalidRequest(f"a request id is text of 1 .. {MAX_REQUEST_ID_CHARS} printable characters")
-
-
-def _is_count(value: int, least: int, most: int) -> bool:
-    return isinstance(value, int) and least <= value <= most
 
 
 def _offer(reply: pb.LookupResponse, asked: int) -> Offer:

@@ -29,6 +29,8 @@ MAX_FRAME_BYTES: Final = 16_384
 RECEIVE_WINDOW_BYTES: Final = 1 << 30
 RECEIVE_BYTES: Final = 64 << 10
 MAX_STREAM_ID: Final = 1 << 30
+MAX_TIMEOUT_S: Final = 86_400.0
+"""No deadline is later than this: the kernel's and Python's clocks end somewhere."""
 IDLE_READ_TIMEOUT_S: Final = 0.02
 """Reading what an idle connection has received ends after this, and the connection with it."""
 SPIN_S: Final = 300e-6
@@ -61,12 +63,12 @@ _RST_ENHANCE_YOUR_CALM: Final = 11
 
 
 class Deadline:
-    """A moment on the monotonic clock."""
+    """A moment on the monotonic clock, `MAX_TIMEOUT_S` from now at the latest."""
 
     __slots__ = ("_at_s",)
 
     def __init__(self, timeout_s: float) -> None:
-        self._at_s = time.monotonic() + timeout_s
+        self._at_s = time.monotonic() + min(timeout_s, MAX_TIMEOUT_S)
 
     def left_s(self) -> float:
         """Seconds until then, 0 afterwards."""

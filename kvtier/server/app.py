@@ -133,10 +133,24 @@ class Server:
 
 def clear_stale_socket(path: Path) -> None:
     """Remove the socket of a dead daemon; raises if it lives, or if `path` is something else."""
+    if is_stale_socket(path):
+        path.unlink(missing_ok=True)
+
+
+def is_stale_socket(path: Path) -> bool:
+    """Whether a dead daemon's socket is there, or else nothing.
+
+    Raises
+    ------
+    AlreadyRunning
+        Somebody listens on it.
+    ConfigError
+        There is something else.
+    """
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
-        return
+        return False
     if not stat.S_ISSOCK(mode):
         raise ConfigError(
             f"socket is {path}: there is something that is no socket; remove it or choose another"
@@ -146,4 +160,4 @@ def clear_stale_socket(path: Path) -> None:
         code = probe.connect_ex(os.fspath(path))
     if code != errno.ECONNREFUSED:  # also a full backlog: somebody listens
         raise AlreadyRunning(f"socket is {path}: another process listens on it; stop it or choose another")
-    path.unlink(missing_ok=True)
+    return True

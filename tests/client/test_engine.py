@@ -284,6 +284,28 @@ def test_arguments_that_cannot_be_right(daemon: DaemonProcess, make_engine: Make
         lambda: client.lookup("a", ["k" * 32]),  # type: ignore[list-item]
         lambda: client.lookup("a", keys, 0),
         lambda: client.lookup("a", keys, 1 << 40),
+        lambda: client.lookup("a", keys, True),
+        lambda: client.lookup("a", None),  # type: ignore[arg-type]
+        lambda: client.lookup("a", keys, block_compute_s="1"),  # type: ignore[arg-type]
+        lambda: client.lookup("a", keys, block_compute_s=float("nan")),
+        lambda: client.load("a", keys, pages, [0, 1], budget_s=-1.0),
+        lambda: client.load("a", keys, pages, [0, 1], budget_s=float("nan")),
+        lambda: client.load("a", keys, pages, [0, 1], budget_s=True),
+        lambda: client.load("a", keys, pages, [0, 1], budget_s="1"),  # type: ignore[arg-type]
+        lambda: client.load("a", keys, pages, [True, False]),
+        lambda: client.load("a", keys, pages, [5, 5]),
+        lambda: client.load("a", keys, engine.memory, [0, 1]),  # type: ignore[arg-type]
+        lambda: client.store(None, keys, pages, [0, 1], timeout_s=-1.0),
+        lambda: client.store(None, keys, pages, [0, 1], timeout_s=float("nan")),
+        lambda: client.store(None, keys, pages, [0, 1], stop=True),  # type: ignore[arg-type]
+        lambda: client.store("k" * 32, keys, pages, [0, 1]),  # type: ignore[arg-type]
+        lambda: client.store(7, keys, pages, [0, 1]),  # type: ignore[arg-type]
+        lambda: client.store(b"short", keys, pages, [0, 1]),
+        lambda: client.prepare(float("nan")),
+        lambda: client.prepare(-1.0),
+        lambda: client.release_hold(""),
+        lambda: client.release_hold("\ud800"),
+        lambda: client.release_hold(7),  # type: ignore[arg-type]
     ):
         with pytest.raises(InvalidRequest):
             call()
@@ -297,10 +319,59 @@ def test_arguments_that_cannot_be_right(daemon: DaemonProcess, make_engine: Make
         {"verify_loads": "some"},
         {"copy_threads": 0},
         {"shard": -1},
+        {"shard": True},
+        {"copy_threads": 1.5},
+        {"copy_threads": "2"},
+        {"lookup_timeout_s": True},
+        {"lookup_timeout_s": "1"},
+        {"description": "\ud800"},
+        {"description": 7},
     ):
         with pytest.raises(InvalidRequest, match=next(iter(options))):
             EngineClient(daemon.socket, LAYOUT, **options)  # type: ignore[arg-type]
     assert client.stats().faults == 0
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "\ud800", b"/tmp/s", 7, None])
+def test_paths_that_no_socket_can_have(path: Any) -> None:
+    from kvtier.client import AdminClient
+
+    for make in (lambda: EngineClient(path, LAYOUT), lambda: AdminClient(path)):
+        with pytest.raises(InvalidRequest, match="socket_path"):
+            make()
+
+
+@pytest.mark.parametrize("budget_s", [float("inf"), 1e12, 10**400])
+def test_a_path_is_a_path_and_a_long_time_is_one(
+    daemon: DaemonProcess, make_engine: Make, budget_s: float
+) -> None:
+    engine = make_engine(Path(daemon.socket), call_timeout_s=1e12)
+    keys = chain(next(names), 3)
+    assert engine.client.prepare(budget_s)
+    assert engine.client.store(None, keys, engine.pages, [0, 1, 2], timeout_s=budget_s).committed == 3
+    assert engine.client.load("long", keys, engine.pages, [3, 4, 5], budget_s=budget_s).loaded == 3
+
+
+def test_what_an_operator_cannot_mean(daemon: DaemonProcess) -> None:
+    from kvtier.client import AdminClient
+
+    for timeout_s in (-1.0, float("nan"), True, "1"):
+        with pytest.raises(InvalidRequest, match="timeout_s"):
+            AdminClient(daemon.socket, timeout_s=timeout_s)  # type: ignore[arg-type]
+    with AdminClient(Path(daemon.socket), timeout_s=float("inf")) as admin:
+        assert admin.status().node_id
+        for call in (
+            lambda: admin.lookup_prefix(["k" * 32]),  # type: ignore[list-item]
+            lambda: admin.evict_prefix(None),  # type: ignore[arg-type]
+            lambda: admin.get_node("\ud800"),
+            lambda: admin.pin_prefix([], -1.0),
+            lambda: admin.pin_prefix([], True),
+            lambda: admin.pin_prefix([], "1"),  # type: ignore[arg-type]
+            lambda: admin.unpin_prefix(pin_id=-1),
+            lambda: admin.unpin_prefix(pin_id=2**64),
+        ):
+            with pytest.raises(InvalidRequest):
+                call()
 
 
 def test_what_only_the_node_can_refuse_is_a_miss(daemon: DaemonProcess, make_engine: Make) -> None:

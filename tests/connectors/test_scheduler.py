@@ -561,6 +561,9 @@ def test_requests_beyond_tokens_and_salt_pass_by(
     assert engine.side.counters.bypassed == {reason: 3}
     assert engine.side.counters.lookups == 0
     assert sum(reason in record.getMessage() for record in caplog.records) == 1
+    caplog.set_level(logging.INFO, "vllm.kvtier")
+    engine.side.close()
+    assert caplog.records[-1].getMessage() == f"kvtier: 3 requests with {reason} were not cached"
 
 
 def test_a_request_that_may_not_read_the_cache_is_saved_all_the_same(

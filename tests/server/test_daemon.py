@@ -179,16 +179,19 @@ async def test_metrics_on_loopback(tmp_path: Path, shm: Path) -> None:
         again.bind(("127.0.0.1", int(daemon.metrics_address.rpartition(":")[2])))
 
 
-async def test_a_client_of_the_metrics_that_says_nothing_holds_nobody_up(
-    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtier.metrics._Handler.timeout", 0.2)
+async def test_a_client_of_the_metrics_that_says_nothing_holds_nobody_up(tmp_path: Path, shm: Path) -> None:
     daemon = Daemon(harness.config(tmp_path, shm, metrics_port=0))
     await daemon.start()
     host, _, port = daemon.metrics_address.rpartition(":")
-    with socket.create_connection((host, int(port))):
+    with socket.create_connection((host, int(port))) as silent:
         assert "kvtier_uptime_seconds" in await scrape(daemon.metrics_address)
-    await daemon.stop()
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):  # it was not only answered after this one had been left
+            silent.recv(1)
+        await daemon.stop()
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind((host, int(port)))
 
 
 # ---- engines that die
