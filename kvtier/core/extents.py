@@ -7,6 +7,7 @@ goes back to the tier at once, for whichever size needs it next: no mix of layou
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
@@ -105,10 +106,17 @@ class Pool:
         if extent.pool is None:
             self.tier.free_extents.remove(number)  # see `TierMap.order_free_extents`
             self._serve(extent)
-        elif extent.pool is not self or index not in extent.free:
+        elif extent.pool is not self:
             return None
-        extent.free.remove(index)
-        extent.free.sort()  # a heap again, and no work while it is sorted anyway
+        free = extent.free
+        at = bisect_left(free, index)  # sorted, and so a heap, while slots are claimed only
+        if at < len(free) and free[at] == index:
+            del free[at]
+        elif index in free:
+            free.remove(index)
+            free.sort()
+        else:
+            return None
         self.free -= 1
         return extent, index
 

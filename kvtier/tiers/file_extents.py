@@ -65,6 +65,10 @@ class Extent:
         self.epoch = -1
         self.rows = bytearray()
 
+    def row(self, index: int) -> bytearray:
+        """The header of slot `index`; empty or zeros where that holds no block."""
+        return self.rows[index * HEADER_BYTES : (index + 1) * HEADER_BYTES]
+
     def set_row(self, index: int, row: bytes | bytearray | None) -> None:
         """The slot `index` holds a block with this header, or none."""
         begin, end = index * HEADER_BYTES, (index + 1) * HEADER_BYTES

@@ -10,6 +10,11 @@ table          one page an extent: slot size, generation, epoch of its last chan
 extents        `extents` times `extent_bytes`; a slot is a header page and the block behind it
 =============  ===============================================================================
 
+What stands behind a header is the block, or a payload of a codec (`kvtier.codecs`) that has at least a page
+less; the header says which. The slot has the size for the raw block in any case, so a codec saves reading,
+writing and wear, not space: slots of other sizes would have to be chosen before anything is encoded. A kvtier
+that does not know a codec finds no block there.
+
 The **medium** number is drawn at random when all stripes of a tier are made. It keys the checksums
 (BLAKE2b) of headers and table: a page that only looks like a header, because a block holds such bytes or
 because the disk was somebody else's before, is never taken for one. So slots may begin where older blocks of
@@ -37,12 +42,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvtier.codecs import CODEC_NAMES
 from kvtier.types import KEY_SIZE_BYTES, PAGE_SIZE_BYTES, BlockId, BlockRecord, whole_pages
 
 FORMAT_VERSION: Final = 1
 HEADER_BYTES: Final = 192
 """What of a header page says anything; the rest is zeros."""
-CODEC_RAW: Final = 0
+CODEC_RAW: Final = CODEC_NAMES.index("raw")
 MEDIUM_BYTES: Final = 16
 MAX_EXTENTS: Final = 1 << 24
 
@@ -86,6 +92,7 @@ COVERED_DTYPE: Final = np.dtype(
     [("extent", "<u4"), ("generation", "<u4"), ("slot_bytes", "<u8"), ("rows", "<u4"), ("reserved", "<u4")]
 )
 assert ROW_DTYPE.itemsize == HEADER_BYTES == _HEADER.size + 16
+_PAYLOAD_AT: Final = int(ROW_DTYPE.fields["payload_bytes"][1])  # type: ignore[index]
 
 
 def _page(content: bytes) -> bytes:
@@ -226,22 +233,33 @@ class Place(NamedTuple):
     generation: int
 
 
+class Form(NamedTuple):
+    """What stands behind a header: so many bytes that the codec of this wire id decodes to the block."""
+
+    codec: int
+    payload_bytes: int
+
+
+def raw_form(block_bytes: int) -> Form:
+    """The block as it is."""
+    return Form(CODEC_RAW, block_bytes)
+
+
 class Header(NamedTuple):
     """What a header page says."""
 
     record: BlockRecord
     place: Place
-    codec: int
-    payload_bytes: int
+    form: Form
     position: int
 
 
-def pack_header(medium: bytes, record: BlockRecord, place: Place, position: int) -> bytes:
+def pack_header(medium: bytes, record: BlockRecord, place: Place, form: Form, position: int) -> bytes:
     """`HEADER_BYTES` bytes; `position` counts the bytes that were written to the medium before this slot."""
     content = _HEADER.pack(
         _HEADER_MAGIC,
         1,
-        CODEC_RAW,
+        form.codec,
         record.block.shard,
         0 if record.parent is None else _HAS_PARENT,
         place.generation,
@@ -251,7 +269,7 @@ def pack_header(medium: bytes, record: BlockRecord, place: Place, position: int)
         record.fingerprint,
         record.checksum,
         record.block_bytes,
-        record.block_bytes,
+        form.payload_bytes,
         place.slot_bytes,
         place.offset_bytes,
         position,
@@ -259,11 +277,8 @@ def pack_header(medium: bytes, record: BlockRecord, place: Place, position: int)
     return content + _mac(medium, content)
 
 
-def _header_v1(medium: bytes, raw: Raw) -> Header | None:
-    content = raw[: _HEADER.size]
-    if raw[_HEADER.size : HEADER_BYTES] != _mac(medium, content):
-        return None
-    return unpack_row(content)
+def _is_whole_v1(medium: bytes, raw: Raw) -> bool:
+    return raw[_HEADER.size : HEADER_BYTES] == _mac(medium, raw[: _HEADER.size])
 
 
 def unpack_row(content: Raw) -> Header:
@@ -275,30 +290,56 @@ def unpack_row(content: Raw) -> Header:
     record = BlockRecord(
         BlockId(key, shard), parent if flags & _HAS_PARENT else None, fingerprint, block_bytes, checksum
     )
-    return Header(record, Place(offset_bytes, slot_bytes, generation), codec, payload_bytes, position)
+    place = Place(offset_bytes, slot_bytes, generation)
+    return Header(record, place, Form(codec, payload_bytes), position)
 
 
-HEADER_READERS: Final[Mapping[int, Callable[[bytes, Raw], Header | None]]] = {1: _header_v1}
+class HeaderReader(NamedTuple):
+    """Of one version: whether these bytes are a whole header of the medium, and what it says then."""
+
+    is_whole: Callable[[bytes, Raw], bool]
+    unpack: Callable[[Raw], Header]
+
+
+HEADER_READERS: Final[Mapping[int, HeaderReader]] = {1: HeaderReader(_is_whole_v1, unpack_row)}
+
+
+def _reader(medium: bytes, raw: Raw) -> HeaderReader | None:
+    magic, version = struct.unpack_from("<IH", raw)
+    reader = HEADER_READERS.get(version) if magic == _HEADER_MAGIC else None
+    return reader if reader is not None and reader.is_whole(medium, raw) else None
 
 
 def read_header(medium: bytes, raw: Raw) -> Header | None:
     """None where these `HEADER_BYTES` bytes are no whole header of this medium."""
-    magic, version = struct.unpack_from("<IH", raw)
-    reader = HEADER_READERS.get(version) if magic == _HEADER_MAGIC else None
-    return None if reader is None else reader(medium, raw)
+    reader = _reader(medium, raw)
+    return None if reader is None else reader.unpack(raw)
 
 
-def says(header: Header | None, record: BlockRecord, place: Place) -> bool:
-    """Whether the slot holds this block, raw. The parent is left out: the key names the whole prefix."""
+def says(header: Header | None, record: BlockRecord, place: Place, form: Form) -> bool:
+    """Whether the slot holds this block in this form. The parent is left out: the key names the prefix."""
     return (
         header is not None
         and header.place == place
-        and header.codec == CODEC_RAW
-        and header.payload_bytes == header.record.block_bytes == record.block_bytes
+        and header.form == form
+        and header.record.block_bytes == record.block_bytes
         and header.record.block == record.block
         and header.record.checksum == record.checksum
         and header.record.fingerprint == record.fingerprint
     )
+
+
+def form_of(row: Raw, block_bytes: int) -> Form:
+    """In which form a slot that is to hold a block of this size has to be read, as its row says.
+
+    The row may come from a medium: a form that no slot can have is taken for the raw one, so that the block
+    is read within its slot, and found to be something else.
+    """
+    if len(row) < HEADER_BYTES:
+        return raw_form(block_bytes)
+    (codec,), (payload_bytes,) = struct.unpack_from("<H", row, 6), struct.unpack_from("<Q", row, _PAYLOAD_AT)
+    coded = 0 < codec < len(CODEC_NAMES) and 0 < whole_pages(payload_bytes) < whole_pages(block_bytes)
+    return Form(codec, payload_bytes) if coded else raw_form(block_bytes)
 
 
 def valid_rows(
@@ -312,14 +353,12 @@ def valid_rows(
         & (fields["offset_bytes"] == offsets)
         & (fields["slot_bytes"] == slot_bytes)
         & (fields["generation"] == generation)
-        & (fields["codec"] == CODEC_RAW)
-        & (fields["payload_bytes"] == fields["block_bytes"])
-        & (fields["block_bytes"] > 0)
+        & (fields["codec"] < len(CODEC_NAMES))
+        & (fields["payload_bytes"] > 0)
+        & (fields["payload_bytes"] <= fields["block_bytes"])
         & (fields["block_bytes"] <= slot_bytes - PAGE_SIZE_BYTES)
     )
-    found = [
-        i for i in np.flatnonzero(plausible).tolist() if read_header(medium, rows[i].tobytes()) is not None
-    ]
+    found = [i for i in np.flatnonzero(plausible).tolist() if _reader(medium, rows[i].tobytes()) is not None]
     return np.array(found, dtype=np.intp)
 
 
@@ -335,7 +374,7 @@ class Catalogue:
     epoch
         Extents whose table entry has a lower epoch are as they were when this was written.
     position
-        Of the next slot to be written.
+        Every write at a lower one had ended.
     written_bytes
         To the whole medium, since it was made.
     day, day_begin_bytes

@@ -105,7 +105,9 @@ async def test_a_block_that_looks_like_a_header_is_none(path: Path) -> None:
     for page in range(0, BLOCK, 4096):
         place = file_format.Place(page + 4096, 8 * KIB, 2)
         record = blocks.records[0]
-        forged[page : page + HEADER_BYTES] = file_format.pack_header(bytes(16), record, place, 10**6)
+        forged[page : page + HEADER_BYTES] = file_format.pack_header(
+            bytes(16), record, place, file_format.raw_form(BLOCK), 10**6
+        )
         real = medium.get(medium.offset_of(blocks.slots[0]), HEADER_BYTES)
         forged[page + 512 : page + 512 + HEADER_BYTES] = real
     async with opened(path) as tier:
