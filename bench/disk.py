@@ -14,64 +14,56 @@ from typing import Any, Final
 
 import numpy as np
 
-from bench.common import median, seconds
+from bench.common import seconds
 
-FIO_DEPTHS: Final = (1, 4, 16, 32)
+FIO_DEPTHS: Final = (4, 16, 32)
 LOOP_THREADS: Final = (1, 4, 8)
-PROBES: Final = 3
 FIO_TIMEOUT_S: Final = 120
 
 
 class Disk:
-    """The best O_DIRECT figure for whole passes over one file, in blocks of one size.
+    """Whole passes with O_DIRECT over a file, in blocks of one size; one file is read, another one written.
 
-    Where fio is installed it is fio's best queue depth (libaio), else the best number of threads of a plain
-    loop of preadv and pwritev; the best of each direction is found first, by `PROBES` passes of each.
+    By fio where it is installed, in several queue depths (libaio); else by a loop of preadv and pwritev,
+    in several numbers of threads. Which of them is the best is for whoever has measured all of them to say.
 
     Attributes
     ----------
-    names
-        What the best of ``read`` and ``write`` is.
+    reads, writes
+        Name -> a pass, which gives bytes a second.
     """
 
-    def __init__(self, file: Path, block_bytes: int, blocks: int) -> None:
-        self._file = file
+    def __init__(self, directory: Path, block_bytes: int, blocks: int) -> None:
         self._block_bytes = block_bytes
         self._blocks = blocks
         self._memory = random_blocks(blocks, block_bytes)
-        self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        self._arms: dict[str, dict[str, Callable[[], float]]] = {"read": {}, "write": {}}
-        for way, function in (("write", os.pwritev), ("read", os.preadv)):
-            for threads in LOOP_THREADS:
-                self._arms[way][f"plain loop, {threads} threads"] = self._looping(function, threads)
-        next(iter(self._arms["write"].values()))()  # bytes that were never written are read without the disk
+        self._files = {way: directory / f"plain-{way}" for way in ("read", "write")}
+        self._fds: dict[str, int] = {}
+        for way, file in self._files.items():
+            self._fds[way] = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+            os.posix_fallocate(self._fds[way], 0, blocks * block_bytes)
+            self._loop(
+                os.pwritev, way, max(LOOP_THREADS)
+            )()  # what was never written is read without the disk
         if shutil.which("fio"):
-            self._arms = {
-                way: {f"fio, depth {depth}": self._fio(way, depth) for depth in FIO_DEPTHS}
+            self.reads, self.writes = (
+                {f"fio, depth {depth}": self._fio(way, depth) for depth in FIO_DEPTHS}
                 for way in ("read", "write")
-            }
-        self.names = {way: self._best(arms) for way, arms in self._arms.items()}
-
-    @staticmethod
-    def _best(arms: dict[str, Callable[[], float]]) -> str:
-        rates = {name: median([arm() for _ in range(PROBES)]) for name, arm in arms.items()}
-        return max(rates, key=rates.__getitem__)
-
-    def read(self) -> float:
-        """Bytes a second of one pass, the best way."""
-        return self._arms["read"][self.names["read"]]()
-
-    def write(self) -> float:
-        """Bytes a second of one pass, the best way."""
-        return self._arms["write"][self.names["write"]]()
+            )
+        else:
+            self.reads, self.writes = (
+                {f"plain loop, {threads} threads": self._loop(call, way, threads) for threads in LOOP_THREADS}
+                for way, call in (("read", os.preadv), ("write", os.pwritev))
+            )
 
     def close(self) -> None:
-        """The file goes."""
-        os.close(self._fd)
-        self._file.unlink()
+        """The files go."""
+        for way, file in self._files.items():
+            os.close(self._fds[way])
+            file.unlink()
 
     def _fio(self, way: str, depth: int) -> Callable[[], float]:
-        command = ["fio", "--name=bench", f"--filename={self._file}", f"--rw={way}"]
+        command = ["fio", "--name=bench", f"--filename={self._files[way]}", f"--rw={way}"]
         command += [f"--bs={self._block_bytes}", f"--size={self._blocks * self._block_bytes}"]
         command += ["--direct=1", "--ioengine=libaio", f"--iodepth={depth}", "--output-format=json"]
 
@@ -81,9 +73,9 @@ class Disk:
 
         return arm
 
-    def _looping(self, function: Callable[[int, Any, int], int], threads: int) -> Callable[[], float]:
+    def _loop(self, call: Callable[[int, Any, int], int], way: str, threads: int) -> Callable[[], float]:
         def one(number: int) -> None:
-            moved = function(self._fd, [self._memory[number]], number * self._block_bytes)
+            moved = call(self._fds[way], [self._memory[number]], number * self._block_bytes)
             assert moved == self._block_bytes
 
         def arm() -> float:

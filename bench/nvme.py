@@ -3,10 +3,12 @@
 Everything that a block goes through is in it: a daemon in a process of its own, RPCs, the disk, headers and
 checksums verified, the arena, the copy into the engine's pages. Memory holds less than what is loaded in
 turn, and every load asserts that all of its blocks came from the medium. A **load** is one prompt of `BLOCKS`
-blocks, from the lookup until the release was answered. A **store** is as many bytes in `PROMPTS` prompts, one
+blocks, from the lookup until the release was answered. A **store** is `STORED` blocks in many prompts, one
 after the other, until the medium has the last block: prompts are copied into the arena while earlier ones go
 down. The denominator (`bench.disk`) is fio's best pass with O_DIRECT in blocks of the same size, over as many
-bytes of the same file system, in the same rounds. Beside it stands what the tier reaches by itself.
+bytes of the same file system, in the same rounds: of all queue depths the one that is fastest in the median.
+Disks of virtual machines vary a lot within seconds, so a share is the median of the rounds' own shares.
+Beside it stands what the tier reaches by itself.
 
 ``python -m bench nvme DIRECTORY`` measures the disk of that directory.
 """
@@ -51,7 +53,8 @@ from kvtier.types import (
 
 MIB: Final = 1 << 20
 BLOCKS: Final = 256
-PROMPTS: Final = 8
+STORED: Final = 768
+STORED_PROMPT: Final = 32
 KEPT: Final = 6
 """Prompts that are loaded in turn: more than memory holds."""
 LAYOUTS: Final = {
@@ -65,7 +68,7 @@ NVME_BYTES: Final = 4096 * MIB
 READ_SHARE: Final = 0.85
 WRITE_SHARE: Final = 0.80
 TIMEOUT_S: Final = 60.0
-POLL_S: Final = 0.002
+POLL_S: Final = 0.005
 COMPUTE_S: Final = 1.0
 """What a block is said to cost otherwise: so much that all of it is fetched."""
 SMALL: Final = Layout(LayoutKind.MLA, 1, 1, 4096, "uint8", 1, LayoutOrder.NHD, PAGE_SIZE_BYTES)
@@ -176,19 +179,18 @@ class Arms:
 
     def store(self) -> float:
         """Bytes a second; the blocks are dropped again afterwards, which is not counted."""
-        each = BLOCKS // PROMPTS
-        prompts = [self._engine.fresh(each) for _ in range(PROMPTS)]
+        prompts = [self._engine.fresh(STORED_PROMPT) for _ in range(STORED // STORED_PROMPT)]
 
         def work() -> None:
             for keys in prompts:
                 self._engine.store(keys, self._pages)
-            self._engine.wait((KEPT * BLOCKS) + BLOCKS)
+            self._engine.wait(KEPT * BLOCKS + STORED)
 
         took_s = seconds(work)
         for keys in prompts:
             self._engine.node.admin.evict_prefix(keys)
         self._engine.wait(KEPT * BLOCKS)
-        return self._size_bytes / took_s
+        return STORED * self._engine.layout.block_bytes / took_s
 
     def check(self) -> None:
         """What a load brings is what was stored."""
@@ -227,6 +229,7 @@ class TierAlone:
             Slot(0, n // each, n // each * EXTENT_BYTES + n % each * slot_bytes, slot_bytes)
             for n in range(BLOCKS)
         ]
+        self.write()
 
     def write(self) -> float:
         """Bytes a second."""
@@ -282,18 +285,18 @@ def _on_disk(extra: Sequence[str]) -> Iterator[Path]:
 
 
 def _measure(nodes: Path, directory: Path, layout: Layout, rounds: int) -> dict[str, Any]:
-    disk = Disk(directory / "plain", layout.block_bytes, BLOCKS)
+    disk = Disk(directory, layout.block_bytes, BLOCKS)
     alone = TierAlone(directory / "alone", layout.block_bytes)
     engine = Engine(nodes / f"n{layout.block_bytes}", directory / "node", layout)
     try:
         arms = Arms(engine)
         measured: dict[str, Callable[[], float]] = {
-            "disk read": disk.read,
+            **{f"read by {name}": arm for name, arm in disk.reads.items()},
             "load": arms.load,
-            "tier write": alone.write,
-            "disk write": disk.write,
-            "store": arms.store,
             "tier read": alone.read,
+            **{f"write by {name}": arm for name, arm in disk.writes.items()},
+            "store": arms.store,
+            "tier write": alone.write,
         }
         for arm in measured.values():
             arm()
@@ -305,17 +308,24 @@ def _measure(nodes: Path, directory: Path, layout: Layout, rounds: int) -> dict[
         disk.close()
         for name in ("alone", "node"):
             shutil.rmtree(directory / name, ignore_errors=True)
-    medians = {name: median(values) for name, values in raw.items()}
+    best = {
+        way: max((name for name in raw if name.startswith(f"{way} by ")), key=lambda name: median(raw[name]))
+        for way in ("read", "write")
+    }
     return {
-        "best": disk.names,
+        "best": best,
         "direct": direct,
-        "median_bytes_per_s": medians,
-        "load_share": medians["load"] / medians["disk read"],
-        "store_share": medians["store"] / medians["disk write"],
-        "tier_read_share": medians["tier read"] / medians["disk read"],
-        "tier_write_share": medians["tier write"] / medians["disk write"],
+        "median_bytes_per_s": {name: median(values) for name, values in raw.items()},
+        "load_share": _share(raw["load"], raw[best["read"]]),
+        "store_share": _share(raw["store"], raw[best["write"]]),
+        "tier_read_share": _share(raw["tier read"], raw[best["read"]]),
+        "tier_write_share": _share(raw["tier write"], raw[best["write"]]),
         "bytes_per_s": raw,
     }
+
+
+def _share(rates: Sequence[float], of: Sequence[float]) -> float:
+    return median([rate / whole for rate, whole in zip(rates, of, strict=True)])
 
 
 def _restart(nodes: Path, directory: Path) -> dict[str, float]:

@@ -93,8 +93,7 @@ class Extent:
 
 def found(number: int, extent: Extent, arena: int) -> Iterator[tuple[Slot, BlockRecord]]:
     """The blocks of an extent, with where they lie."""
-    for row in extent.held_rows():
-        header = file_format.unpack_row(row.tobytes())
+    for header in file_format.unpack_rows(extent.held_rows()):
         yield Slot(arena, number, header.place.offset_bytes, header.place.slot_bytes), header.record
 
 

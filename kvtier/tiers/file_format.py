@@ -33,10 +33,10 @@ reader, older or newer, is a `ConfigError` that says what to do; nothing is chan
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,7 @@ _SUPERBLOCK: Final = struct.Struct("<8sII16s16sIIQQQ")
 _TABLE: Final = struct.Struct("<IIQQQI4x")
 _CATALOGUE: Final = struct.Struct("<IIQQIIQQQQ16s")
 _HEADER: Final = struct.Struct("<IHHIIII32s32s32s16sQQQQQ")
+_ROW: Final = struct.Struct(f"{_HEADER.format}16x")
 
 Raw = bytes | bytearray | memoryview
 Rows = npt.NDArray[np.uint8]
@@ -283,10 +284,17 @@ def _is_whole_v1(medium: bytes, raw: Raw) -> bool:
 
 def unpack_row(content: Raw) -> Header:
     """A header that has been verified."""
-    numbers = _HEADER.unpack(content[: _HEADER.size])
-    _, _, codec, shard, flags, generation, _ = numbers[:7]
-    key, parent, fingerprint, checksum = numbers[7:11]
-    block_bytes, payload_bytes, slot_bytes, offset_bytes, position = numbers[11:]
+    return _header(_HEADER.unpack(content[: _HEADER.size]))
+
+
+def unpack_rows(rows: Rows) -> Iterator[Header]:
+    """Many of them."""
+    return map(_header, _ROW.iter_unpack(rows.tobytes()))
+
+
+def _header(fields: Sequence[Any]) -> Header:
+    _, _, codec, shard, flags, generation, _, key, parent, fingerprint, checksum = fields[:11]
+    block_bytes, payload_bytes, slot_bytes, offset_bytes, position = fields[11:]
     record = BlockRecord(
         BlockId(key, shard), parent if flags & _HAS_PARENT else None, fingerprint, block_bytes, checksum
     )
