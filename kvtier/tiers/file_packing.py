@@ -2,7 +2,7 @@
 
 ``auto`` compares what the medium moves with what the codecs gain on the blocks of each layout, sampled as
 they come (`kvtier.codecs.adaptive`): on an NVMe drive blocks go as they are, on a network disk they may not.
-A codec that is named is used wherever it gains anything, on a fast medium for the sake of its wear.
+A codec that is named is used wherever blocks become a tenth smaller, on a fast medium for its wear's sake.
 """
 
 from __future__ import annotations

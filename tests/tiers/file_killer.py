@@ -31,6 +31,7 @@ MIB = 1 << 20
 CAP = 12 * MIB
 EXTENT = MIB
 SIZES = (12 << 10, 124 << 10, MIB - PAGE_SIZE_BYTES)
+CODECS = ("raw", "raw", "lz4", "zstd")
 MAX_LIFE_S = 0.03
 PATIENCE_S = 60.0
 PR_SET_PDEATHSIG = 1
@@ -64,7 +65,7 @@ class Life:
     def __init__(self, directory: Path, seed: int, ready_fd: int) -> None:
         self.rng = random.Random(seed)
         self.directory = directory
-        self.tier = make_tier(directory)
+        self.tier = make_tier(directory, self.rng.choice(CODECS))
         self.log = Log(directory)
         self.ready_fd = ready_fd
         self.held: dict[Slot, BlockRecord] = {}
@@ -138,7 +139,7 @@ class Life:
             del self.held[slot]
 
     async def write(self, slots: list[Slot]) -> Pairs:
-        payloads = [os.urandom(32) * ((slot.size_bytes - PAGE_SIZE_BYTES) // 32) for slot in slots]
+        payloads = [os.urandom(1024) * ((slot.size_bytes - PAGE_SIZE_BYTES) // 1024) for slot in slots]
         pairs = [(slot, record_of(payload)) for slot, payload in zip(slots, payloads, strict=True)]
         self.log.add("b", pairs)
         records = [record for _, record in pairs]
@@ -160,8 +161,9 @@ class Life:
         await self.tier.close()
 
 
-def make_tier(directory: Path) -> FileTier:
+def make_tier(directory: Path, codec: str) -> FileTier:
     return FileTier(
+        codec=codec,
         node_id="a1" * 16,
         paths=[directory / "tier"],
         capacity_bytes=CAP,
