@@ -21,7 +21,8 @@ from kvtier.tiers.file_format import Form, Header
 from kvtier.tiers.file_threads import RATED_BYTES, RATED_FROM_BYTES, Rate
 from kvtier.types import PAGE_SIZE_BYTES, Slot, whole_pages
 from tests.codecs.blocks import bfloat16, fp8
-from tests.tiers.file_harness import KIB, MIB, Blocks, Medium, abandon, found_by, opened
+from tests.tiers import file_harness
+from tests.tiers.file_harness import KIB, MIB, Blocks, Medium, abandon, found_by
 
 BLOCK = 60 * KIB  # in slots of 64 KiB, two in an extent
 RAW, LZ4, ZSTD = 0, 1, 2
@@ -31,6 +32,11 @@ def floats(size_bytes: int, seed: int) -> bytes:
     """Of so few bits that every codec gains a lot."""
     words = np.frombuffer(bfloat16(-(-size_bytes // 2), seed), "<u2")
     return (words & 0xFF00).tobytes()[:size_bytes]
+
+
+def opened(*paths: Path, **options: Any) -> Any:
+    """A tier with one thread: what others write while the first block is sampled is not encoded."""
+    return file_harness.opened(*paths, threads=1, **options)
 
 
 class Kv(Blocks):
@@ -101,7 +107,7 @@ async def test_what_gains_no_page_stays_as_it_is(path: Path) -> None:
 
 
 async def test_payloads_and_raw_blocks_lie_side_by_side(path: Path) -> None:
-    async with opened(path, codec="zstd", threads=1) as tier:
+    async with opened(path, codec="zstd") as tier:
         blocks = await Kv(16, 12 * KIB, random_each=3).write(tier)
         assert {header.form.codec for header in headers(path, blocks)} == {RAW, ZSTD}
         for positions in (range(16), [5, 4, 3, 9], [0, 15], [7]):
@@ -122,7 +128,7 @@ async def test_a_start_from_the_headers_alone_reads_payloads(path: Path) -> None
 
 
 async def test_nothing_of_an_older_block_is_written_behind_a_payload(path: Path) -> None:
-    async with opened(path, codec="zstd", threads=1) as tier:
+    async with opened(path, codec="zstd") as tier:
         secret = Kv(1, 56 * KIB)
         secret.payloads[0] = bytes(8 * KIB) + b"secret! " * (48 * KIB // 8)
         secret.records = [record_of(payload) for payload in secret.payloads]
