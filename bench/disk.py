@@ -17,20 +17,20 @@ import numpy as np
 from bench.common import seconds
 
 FIO_DEPTHS: Final = (4, 16, 32)
-LOOP_THREADS: Final = (1, 4, 8)
+LOOP_THREADS: Final = (4, 8)
 FIO_TIMEOUT_S: Final = 120
 
 
 class Disk:
     """Whole passes with O_DIRECT over a file, in blocks of one size; one file is read, another one written.
 
-    By fio where it is installed, in several queue depths (libaio); else by a loop of preadv and pwritev,
-    in several numbers of threads. Which of them is the best is for whoever has measured all of them to say.
+    By fio where it is installed, in several queue depths (libaio), and by a loop of preadv and pwritev of this
+    process, in several numbers of threads. Which is the best is for whoever has measured all of them to say.
 
     Attributes
     ----------
     reads, writes
-        Name -> a pass, which gives bytes a second.
+        Name -> a pass, which gives bytes a second; those of fio, where it is there, have it in their names.
     """
 
     def __init__(self, directory: Path, block_bytes: int, blocks: int) -> None:
@@ -45,16 +45,13 @@ class Disk:
             self._loop(
                 os.pwritev, way, max(LOOP_THREADS)
             )()  # what was never written is read without the disk
+        self.reads, self.writes = (
+            {f"a loop, {threads} threads": self._loop(call, way, threads) for threads in LOOP_THREADS}
+            for way, call in (("read", os.preadv), ("write", os.pwritev))
+        )
         if shutil.which("fio"):
-            self.reads, self.writes = (
-                {f"fio, depth {depth}": self._fio(way, depth) for depth in FIO_DEPTHS}
-                for way in ("read", "write")
-            )
-        else:
-            self.reads, self.writes = (
-                {f"plain loop, {threads} threads": self._loop(call, way, threads) for threads in LOOP_THREADS}
-                for way, call in (("read", os.preadv), ("write", os.pwritev))
-            )
+            self.reads |= {f"fio, depth {depth}": self._fio("read", depth) for depth in FIO_DEPTHS}
+            self.writes |= {f"fio, depth {depth}": self._fio("write", depth) for depth in FIO_DEPTHS}
 
     def close(self) -> None:
         """The files go."""
