@@ -24,8 +24,8 @@ FIO_TIMEOUT_S: Final = 120
 class Disk:
     """Whole passes with O_DIRECT over a file, in blocks of one size; one file is read, another one written.
 
-    By fio where it is installed, in several queue depths (libaio), and by a loop of preadv and pwritev of this
-    process, in several numbers of threads. Which is the best is for whoever has measured all of them to say.
+    By fio where it is installed, in several queue depths (libaio), and by a loop of preadv and pwritev in
+    this process, in several numbers of threads. Which is the best is for whoever has measured all of them to say.
 
     Attributes
     ----------
