@@ -25,7 +25,7 @@ class Disk:
     """Whole passes with O_DIRECT over a file, in blocks of one size; one file is read, another one written.
 
     By fio where it is installed, in several queue depths (libaio), and by a loop of preadv and pwritev in
-    this process, in several numbers of threads. Which is the best is for whoever has measured all of them to say.
+    this process, in several numbers of threads. Which is best is for whoever has measured them all to say.
 
     Attributes
     ----------
