@@ -36,7 +36,8 @@ from kvtier.interfaces import Codec
 
 CHUNK_BYTES_LOG2: Final = 18
 """Chunk and planes fit the cache of a core (256 KiB and 256 KiB) and are long enough to compress well."""
-_CHUNK_LOG2_RANGE: Final = range(12, 21)
+MAX_CHUNK_BYTES_LOG2: Final = 20
+_CHUNK_LOG2_RANGE: Final = range(12, MAX_CHUNK_BYTES_LOG2 + 1)
 _VERSION: Final = 1
 _HEAD: Final = struct.Struct("<BBBBI")
 _PROBE_BYTES: Final = 8192

@@ -334,7 +334,7 @@ class FileTier(Tier):
         def job(run: list[Move]) -> Job:
             return lambda scratch: wrong.extend(_read(run, medium, scratch))
 
-        with self._call(slot.extent for slot in slots):
+        with self._call():  # leaves the extents as they are
             await self._settled(self._io, [job(run) for run in file_runs.runs(moves)])
         return sorted(wrong)
 
@@ -444,14 +444,15 @@ class FileTier(Tier):
         """See `kvtier.interfaces.Durable`; in the background, beside reads and writes."""
         self._check_open()
         if not self._is_covered or any(self._has_changed(extent) for extent in self._extents):
-            await self._checkpoint()
-            self._is_covered = True
+            self._is_covered = False  # also if it fails
+            self._is_covered = await self._checkpoint()
 
     def _has_changed(self, extent: Extent) -> bool:
         """Since the last checkpoint."""
         return extent.epoch == self._epoch or bool(extent.busy) or extent.marking is not None
 
-    async def _checkpoint(self) -> None:
+    async def _checkpoint(self) -> bool:
+        """Write one; whether nothing was left out because it was changing."""
         self._epoch += 1
         covered = [
             (number, extent)
@@ -461,7 +462,9 @@ class FileTier(Tier):
         day_begin_bytes = self._day_begin()
         counters = (self._positions.settled, self._written_ever_bytes, self._day, day_begin_bytes)
         epoch = self._epoch
+        is_whole = len(covered) == sum(extent.slot_bytes > 0 for extent in self._extents)
         await self._keep(lambda scratch: self._write_catalogues(epoch, covered, counters))
+        return is_whole
 
     def _write_catalogues(
         self, epoch: int, covered: Sequence[tuple[int, Extent]], counters: tuple[int, int, int, int]
@@ -533,11 +536,12 @@ class FileTier(Tier):
     # ---- waiting for threads
 
     @contextmanager
-    def _call(self, numbers: Iterable[int]) -> Iterator[None]:
-        """One call of the node: refused while the tier is quarantined, counted while it is under way."""
+    def _call(self, changes: Iterable[int] = ()) -> Iterator[None]:
+        """One call of the node, which may change these extents: refused while the tier is quarantined,
+        counted while it is under way."""
         if fault := self._health.fault:
             raise TierFault(fault)
-        extents = [self._extents[number] for number in set(numbers)]
+        extents = [self._extents[number] for number in set(changes)]
         self._calls += 1
         for extent in extents:
             extent.busy += 1

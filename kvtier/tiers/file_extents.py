@@ -39,7 +39,7 @@ class Extent:
     rows
         The header of each slot that holds a block, zeros for the others.
     busy
-        Operations under way.
+        Operations under way that may change it.
     marking
         Writes its page of the table now.
     """
@@ -107,12 +107,15 @@ def clean_rows(
         number = int(covered["extent"])
         entry = extents.get(number)
         rows = catalogue.rows[end - int(covered["rows"]) : end]
-        if entry is None or entry.epoch >= catalogue.epoch:
+        if entry is None or entry.epoch >= catalogue.epoch or len(rows) != covered["rows"]:
             continue
         if (entry.slot_bytes, entry.generation) != (covered["slot_bytes"], covered["generation"]):
             continue
-        offsets = np.ascontiguousarray(rows).view(file_format.ROW_DTYPE)["offset_bytes"].reshape(-1)
-        known[number] = ((offsets - number * extent_bytes) // entry.slot_bytes).tolist(), rows
+        places = file_format.places_of(
+            rows, number * extent_bytes, extent_bytes, entry.slot_bytes, entry.generation
+        )
+        if places is not None:
+            known[number] = places, rows
     return known
 
 

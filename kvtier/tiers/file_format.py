@@ -51,6 +51,8 @@ HEADER_BYTES: Final = 192
 CODEC_RAW: Final = CODEC_NAMES.index("raw")
 MEDIUM_BYTES: Final = 16
 MAX_EXTENTS: Final = 1 << 24
+MAX_COUNT: Final = 1 << 62
+"""No medium lives to see positions, counters or epochs as large: they are damage, and must not overflow."""
 
 _SUPERBLOCK_MAGIC: Final = b"KVTSLAB\n"
 _TABLE_MAGIC: Final = 0x4254564B
@@ -216,11 +218,16 @@ def read_table_entry(medium: bytes, extent: int, page: memoryview) -> TableEntry
     """None where the page is damaged, another extent's, or was never written."""
     content = page[: _TABLE.size]
     magic, _, number, slot_bytes, epoch, generation = _TABLE.unpack(content)
-    if magic != _TABLE_MAGIC or number != extent:
+    if magic != _TABLE_MAGIC or number != extent or epoch >= MAX_COUNT:
         return None
     if page[_TABLE.size : _TABLE.size + 16] != _mac(medium, content):
         return None
     return TableEntry(slot_bytes, generation, epoch)
+
+
+def may_serve(slot_bytes: int, extent_bytes: int) -> bool:
+    """Whether an extent can have slots of this size."""
+    return PAGE_SIZE_BYTES < slot_bytes <= extent_bytes and not slot_bytes % PAGE_SIZE_BYTES
 
 
 # ---- slot headers
@@ -354,20 +361,46 @@ def valid_rows(
     medium: bytes, rows: Rows, base_bytes: int, slot_bytes: int, generation: int
 ) -> npt.NDArray[np.intp]:
     """Which slots of an extent, which begins at `base_bytes`, have a whole header: its numbers, ascending."""
-    fields = np.ascontiguousarray(rows).view(ROW_DTYPE)[:, 0]
     offsets = base_bytes + slot_bytes * np.arange(len(rows), dtype=np.uint64)
-    plausible = (
+    plausible = _fields(rows)["offset_bytes"] == offsets
+    plausible &= _are_plausible(rows, slot_bytes, generation)
+    found = [i for i in np.flatnonzero(plausible).tolist() if _reader(medium, rows[i].tobytes()) is not None]
+    return np.array(found, dtype=np.intp)
+
+
+def places_of(
+    rows: Rows, base_bytes: int, extent_bytes: int, slot_bytes: int, generation: int
+) -> Sequence[int] | None:
+    """The numbers of the slots of these headers; None if an extent that begins at `base_bytes` can not have
+    them, or not in this order. Their checksums are not compared."""
+    numbers, rests = np.divmod(_fields(rows)["offset_bytes"] - np.uint64(base_bytes), np.uint64(slot_bytes))
+    in_order = bool((numbers[1:] > numbers[:-1]).all()) and not rests.any()
+    if not in_order or not _are_plausible(rows, slot_bytes, generation).all():
+        return None
+    if len(numbers) and int(numbers[-1]) >= extent_bytes // slot_bytes:
+        return None
+    places: list[int] = numbers.tolist()
+    return places
+
+
+def _fields(rows: Rows) -> np.ndarray:
+    return np.ascontiguousarray(rows).view(ROW_DTYPE)[:, 0]
+
+
+def _are_plausible(rows: Rows, slot_bytes: int, generation: int) -> npt.NDArray[np.bool_]:
+    """Which headers an extent of such slots can have somewhere."""
+    fields = _fields(rows)
+    plausible: npt.NDArray[np.bool_] = (
         (fields["magic"] == _HEADER_MAGIC)
-        & (fields["offset_bytes"] == offsets)
         & (fields["slot_bytes"] == slot_bytes)
         & (fields["generation"] == generation)
         & (fields["codec"] < len(CODEC_NAMES))
         & (fields["payload_bytes"] > 0)
         & (fields["payload_bytes"] <= fields["block_bytes"])
         & (fields["block_bytes"] <= slot_bytes - PAGE_SIZE_BYTES)
+        & (fields["position"] < MAX_COUNT)
     )
-    found = [i for i in np.flatnonzero(plausible).tolist() if _reader(medium, rows[i].tobytes()) is not None]
-    return np.array(found, dtype=np.intp)
+    return plausible
 
 
 # ---- the catalogue
@@ -449,6 +482,8 @@ def read_catalogue(medium: bytes, area: memoryview) -> Catalogue | None:
     payload = area[PAGE_SIZE_BYTES : PAGE_SIZE_BYTES + size]
     border = covered * COVERED_DTYPE.itemsize
     if size != border + rows * HEADER_BYTES or xxhash.xxh3_128_digest(payload) != checksum:
+        return None
+    if max(epoch, position, written, day_begin) >= MAX_COUNT:
         return None
     return Catalogue(
         epoch,

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from kvtier import logs
 from kvtier.codecs import make_codec
 from kvtier.codecs.adaptive import Adaptive
 from kvtier.codecs.frame import ANY_ELEMENTS
@@ -28,6 +29,8 @@ _UNKNOWN: Final = 1e15
 """A medium of which nothing is known yet is taken for so fast that no codec pays."""
 
 Pack = Callable[[Sequence[Move]], None]
+
+_log = logs.get("file")
 
 
 def make_pack(name: str, rates: Rates) -> Pack:
@@ -55,7 +58,11 @@ def make_pack(name: str, rates: Rates) -> Pack:
             its = [move for move in group if whole_pages(move.record.block_bytes) > whole_pages(1)]
             if not its:
                 continue
-            codec, payloads = adaptive.encode(fingerprint, [move.memory for move in its], bytes_per_s())
+            try:
+                codec, payloads = adaptive.encode(fingerprint, [move.memory for move in its], bytes_per_s())
+            except Exception as error:  # a library that fails costs what it would have gained, not the block
+                _log.warning("a codec failed: blocks are written as they are", error=repr(error))
+                continue
             for move, payload in zip(its, payloads, strict=True):
                 if payload is not None and whole_pages(len(payload)) < whole_pages(move.record.block_bytes):
                     move.form, move.payload = Form(codec.wire_id, len(payload)), payload

@@ -92,7 +92,7 @@ class Recovery:
             page = table[begin : begin + PAGE_SIZE_BYTES]
             entry = file_format.read_table_entry(self.medium.number, number, page)
             extent = self.extents[number]
-            if entry is not None and PAGE_SIZE_BYTES < entry.slot_bytes <= self.medium.extent_bytes:
+            if entry is not None and file_format.may_serve(entry.slot_bytes, self.medium.extent_bytes):
                 entries[number] = entry
                 extent.slot_bytes, extent.generation, extent.epoch = (
                     entry.slot_bytes,
@@ -155,7 +155,7 @@ class Recovery:
                 header = file_format.read_header(self.medium.number, page[:HEADER_BYTES].tobytes())
                 if header is not None and (youngest is None or header.position > youngest.position):
                     youngest = header
-        if youngest is None or not PAGE_SIZE_BYTES < youngest.place.slot_bytes <= self.medium.extent_bytes:
+        if youngest is None or not file_format.may_serve(youngest.place.slot_bytes, self.medium.extent_bytes):
             return False
         extent = self.extents[number]
         extent.slot_bytes, extent.generation = youngest.place.slot_bytes, youngest.place.generation

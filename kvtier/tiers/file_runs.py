@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
+from kvtier import logs
 from kvtier.codecs import codec_of
 from kvtier.errors import Corruption
 from kvtier.tiers import file_format
@@ -30,6 +31,8 @@ MAX_RUN_MOVES: Final = 256
 """Three buffers each: below the kernel's bound of 1024 for a call."""
 _COPY_BYTES: Final = 256 << 10
 _MAX_BUFFERS: Final = 1000
+
+_log = logs.get("file")
 
 
 @dataclass(slots=True)
@@ -124,6 +127,7 @@ def write_run(run: Sequence[Move], scratch: Scratch) -> None:
             pages = scratch.payload(whole_pages(len(move.payload)))
             pages[: len(move.payload)] = move.payload
             pages[len(move.payload) :] = bytes(len(pages) - len(move.payload))
+            move.payload = b""  # the call may have many more: what is copied is not kept until its end
             vector.add_block(pages)
     vector.go()
 
@@ -136,6 +140,9 @@ def _is_right(move: Move, medium: bytes, payload: memoryview) -> bool:
         try:
             codec_of(move.form.codec).decode(payload[: move.form.payload_bytes], move.memory)
         except Corruption:
+            return False
+        except Exception as error:  # a library that fails, or is not there; perhaps while the node starts
+            _log.warning("a codec failed: a block is a miss", codec=move.form.codec, error=repr(error))
             return False
     return xxhash.xxh3_128_digest(move.memory) == move.record.checksum
 

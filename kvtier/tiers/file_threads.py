@@ -21,6 +21,8 @@ from kvtier.errors import TierFault
 WINDOW_BYTES: Final = 64 << 20
 SCRATCH_BYTES: Final = 2 << 20
 """Page-aligned memory of each thread: headers, and what lies unaligned in the caller's memory."""
+KEPT_PAYLOAD_BYTES: Final = 8 << 20
+"""A thread keeps memory for a payload of this size; for a larger one it takes some each time."""
 
 RATED_FROM_BYTES: Final = 64 << 10
 RATED_BYTES: Final = 16 << 20
@@ -164,7 +166,9 @@ class Scratch:
         return self._memory
 
     def payload(self, size_bytes: int) -> memoryview:
-        """So much for one codec's payload, smaller than its block; the same memory each time."""
+        """So much for one codec's payload, smaller than its block; mostly the same memory each time."""
+        if size_bytes > KEPT_PAYLOAD_BYTES:
+            return memoryview(mmap.mmap(-1, size_bytes))
         if len(self._payload) < size_bytes:
             self._payload = memoryview(mmap.mmap(-1, size_bytes))
         return self._payload[:size_bytes]
@@ -184,7 +188,7 @@ class Rate:
 
     @contextmanager
     def moving(self, size_bytes: int) -> Iterator[None]:
-        """Inside, so much is moved; small moves say nothing of a rate and are left out."""
+        """Inside, so much is moved; moves that are small or fail say nothing of a rate and are left out."""
         if size_bytes < RATED_FROM_BYTES:
             yield
             return
@@ -192,14 +196,17 @@ class Rate:
             if not self._under_way:
                 self._since_s = self._clock_s()
             self._under_way += 1
+        has_moved = False
         try:
             yield
+            has_moved = True
         finally:
             with self._lock:
                 self._under_way -= 1
-                self._moved_bytes += size_bytes
                 now_s = self._clock_s()
-                self._busy_s += now_s - self._since_s
+                if has_moved:
+                    self._moved_bytes += size_bytes
+                    self._busy_s += now_s - self._since_s
                 self._since_s = now_s
                 if self._moved_bytes >= RATED_BYTES:
                     self._learn()

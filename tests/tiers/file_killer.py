@@ -22,8 +22,12 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Final
+
+import numpy as np
 
 from kvtier.testing.tier_tests import record_of, slot_of
+from kvtier.tiers import file_format
 from kvtier.tiers.file import FileTier
 from kvtier.types import PAGE_SIZE_BYTES, BlockRecord, Slot
 
@@ -31,7 +35,14 @@ MIB = 1 << 20
 CAP = 12 * MIB
 EXTENT = MIB
 SIZES = (12 << 10, 124 << 10, MIB - PAGE_SIZE_BYTES)
-CODECS = ("raw", "raw", "lz4", "zstd")
+CODECS = ("raw", "lz4", "zstd")
+NOISE: Final = os.urandom(2 * MIB)
+CONTENTS: Final = (
+    NOISE,
+    (np.frombuffer(NOISE, "<u2") & 0x0FFF).tobytes(),  # half of each float is nearly known: zstd gains some
+    NOISE[:1024] * (len(NOISE) // 1024),
+)
+"""By layout: what no codec gains anything on, what one gains something on, what both gain nearly all on."""
 MAX_LIFE_S = 0.03
 PATIENCE_S = 60.0
 PR_SET_PDEATHSIG = 1
@@ -73,7 +84,7 @@ class Life:
     async def run(self) -> None:
         await self.tier.open()
         await self.check()
-        os.write(self.ready_fd, b"%d\n" % len(self.held))
+        os.write(self.ready_fd, b"%d %d\n" % (len(self.held), self.encoded()))
         while True:
             extents = self.rng.sample(range(self.extents), 3)
             await asyncio.gather(*(self.step(extent) for extent in extents))
@@ -102,6 +113,11 @@ class Life:
         await self.compare(pairs)
         used = sum(path.stat().st_blocks * 512 for path in (self.directory / "tier").rglob("*"))
         assert used <= CAP, "the cap is exceeded"
+
+    def encoded(self) -> int:
+        """How many of the blocks lie there as a codec's payload."""
+        rows = (self.tier._extents[slot.extent].row(self.tier._index(slot)) for slot in self.held)
+        return sum(file_format.unpack_row(row).form.codec != file_format.CODEC_RAW for row in rows)
 
     def is_slot(self, slot: Slot) -> bool:
         within = slot.offset_bytes - slot.extent * EXTENT
@@ -139,14 +155,26 @@ class Life:
             del self.held[slot]
 
     async def write(self, slots: list[Slot]) -> Pairs:
-        payloads = [os.urandom(1024) * ((slot.size_bytes - PAGE_SIZE_BYTES) // 1024) for slot in slots]
-        pairs = [(slot, record_of(payload)) for slot, payload in zip(slots, payloads, strict=True)]
+        layouts = [self.rng.randrange(len(CONTENTS)) for _ in slots]
+        payloads = [
+            self.content(layout, slot.size_bytes - PAGE_SIZE_BYTES)
+            for layout, slot in zip(layouts, slots, strict=True)
+        ]
+        pairs = [
+            (slot, record_of(payload, fingerprint=bytes([layout]) * 32))
+            for slot, payload, layout in zip(slots, payloads, layouts, strict=True)
+        ]
         self.log.add("b", pairs)
         records = [record for _, record in pairs]
         await self.tier.write(slots, records, [memoryview(payload) for payload in payloads])
         self.log.add("w", pairs)
         self.held.update(pairs)
         return pairs
+
+    def content(self, layout: int, size_bytes: int) -> bytes:
+        """Of its layout's kind, and like no other block."""
+        begin = self.rng.randrange(len(NOISE) - size_bytes)
+        return os.urandom(16) + CONTENTS[layout][begin : begin + size_bytes - 16]
 
     async def finish(self) -> None:
         """Nothing has leaked: every byte can be used again."""
@@ -185,8 +213,10 @@ def child(directory: Path, seed: int, ready_fd: int, last: bool) -> None:
     os._exit(code)
 
 
-def live(directory: Path, seed: int, rng: random.Random, last: bool = False) -> int | None:
-    """One life; how many blocks it found, None where it was killed before it could tell."""
+def live(directory: Path, seed: int, rng: random.Random, last: bool = False) -> tuple[int, int] | None:
+    """One life; how many blocks it found and how many of them encoded, None where it was killed before it
+    could tell.
+    """
     ready, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -196,7 +226,9 @@ def live(directory: Path, seed: int, rng: random.Random, last: bool = False) -> 
     if rng.random() < 0.8 and not last:
         assert select.select([ready], [], [], PATIENCE_S)[0], "a life does not begin"
         told = os.read(ready, 64)
-        found = int(told) if told else None
+        if told:
+            blocks, encoded = map(int, told.split())
+            found = blocks, encoded
     if not last:
         time.sleep(rng.uniform(0, MAX_LIFE_S))
         os.kill(pid, signal.SIGKILL)
@@ -211,7 +243,7 @@ def main() -> None:
     directory, seed, kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     rng = random.Random(seed)
     log = Log(directory)
-    found: list[int | None] = []
+    found: list[tuple[int, int] | None] = []
     unfinished: set[str] = set()
     in_a_write = 0
     for number in range(kills):
@@ -221,10 +253,10 @@ def main() -> None:
         in_a_write += bool(fresh)
         unfinished |= fresh
     live(directory, seed * 10_000 + kills, rng, last=True)
-    told = [blocks for blocks in found if blocks is not None]
-    print(
-        json.dumps({"kills": kills, "checked": len(told), "blocks": sum(told), "writing": in_a_write}),
-    )
+    told = [pair for pair in found if pair is not None]
+    blocks, encoded = (sum(pair[i] for pair in told) for i in (0, 1))
+    counts = {"kills": kills, "checked": len(told), "blocks": blocks, "encoded": encoded}
+    print(json.dumps(counts | {"writing": in_a_write}))
 
 
 if __name__ == "__main__":

@@ -52,4 +52,5 @@ def test_after_every_death_blocks_are_whole_and_space_is_free(directory: Path) -
     assert told["kills"] == kills
     assert told["checked"] > kills // 2
     assert told["blocks"] > told["checked"]
+    assert told["checked"] < told["encoded"] < told["blocks"] - told["checked"]
     assert told["writing"] > kills // 4
