@@ -209,6 +209,22 @@ def test_bombs_cost_a_chunk(wire_id: int, bomb: Callable[[], bytes]) -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize(("window_log", "is_allowed"), [(18, True), (20, True), (21, False), (27, False)])
+def test_a_frame_has_no_larger_window_than_a_chunk(window_log: int, is_allowed: bool) -> None:
+    """The window is allocated at the frame's word, where Python does not see it, and kept."""
+    block = bfloat16(1000) * 100
+    parameters = zstandard.ZstdCompressionParameters(window_log=window_log, write_content_size=False)
+    compressing = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    frame = compressing.compress(block) + compressing.flush()
+    assert zstandard.get_frame_parameters(frame).window_size == 1 << window_log
+    payload = forged(2, len(block), frame)
+    if is_allowed:
+        assert decoded(frame_codec("zstd", 2), payload, len(block)) == block
+        return
+    with pytest.raises(Corruption, match="too much memory"):
+        decoded(frame_codec("zstd", 2), payload, len(block))
+
+
 def test_tables_that_promise_too_much() -> None:
     """Sizes whose sum overflows 32 bits, a chunk of four bytes, a chunk of 2^255."""
     size_bytes = 2 * CHUNK

@@ -13,12 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvtier.codecs.lossy_fp8 import LossyFp8Codec, round_blocks
+from kvtier.codecs.zstd import ZstdCodec
 from kvtier.errors import ConfigError
 from kvtier.testing.tier_tests import record_of
 from kvtier.tiers import file_format, file_packing
 from kvtier.tiers.file import FileTier
 from kvtier.tiers.file_format import Form, Header
-from kvtier.tiers.file_threads import RATED_BYTES, RATED_FROM_BYTES, Rate
+from kvtier.tiers.file_threads import KEPT_PAYLOAD_BYTES, RATED_BYTES, RATED_FROM_BYTES, Rate, Scratch
 from kvtier.types import PAGE_SIZE_BYTES, Slot, whole_pages
 from tests.codecs.blocks import bfloat16, fp8
 from tests.tiers import file_harness
@@ -242,6 +244,71 @@ async def test_a_block_that_crashes_no_recovery(path: Path) -> None:
         assert await blocks.wrong(tier, [10, 11]) == []
 
 
+async def test_rounded_values_never_stand_for_exact_ones(path: Path) -> None:
+    """A payload of the lossy codec, whole and in its place, of a block that was not rounded."""
+    async with opened(path) as tier:
+        blocks = Kv(2)
+        blocks.payloads = [bfloat16(BLOCK // 2, seed) for seed in range(2)]
+        blocks.records = [record_of(payload) for payload in blocks.payloads]
+        await blocks.write(tier)
+        await abandon(tier)
+    rounded = bytearray(blocks.payloads[0])
+    round_blocks([memoryview(rounded)])
+    payload = LossyFp8Codec().encode([memoryview(rounded)])[0]
+    assert payload is not None
+    assert rounded != blocks.payloads[0]
+    forge(path, blocks.slots[0], Form(LossyFp8Codec.wire_id, len(payload)), payload)
+    async with opened(path) as tier:
+        assert found_by(tier) == blocks.pairs()[1:]
+        assert await blocks.wrong(tier) == [0]
+
+
+# ---- codecs that fail
+
+
+def out_of_memory(*_: object) -> bytes:
+    raise MemoryError
+
+
+async def test_a_codec_that_fails_costs_its_gain_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(path, codec="zstd") as tier:
+        before = await Kv(4).write(tier)
+        with monkeypatch.context() as patch:
+            patch.setattr(ZstdCodec, "_compress", out_of_memory)
+            blocks = await Kv(4, seed=1).write(tier, first=4)
+        after = await Kv(4, seed=2).write(tier, first=8)
+        assert [await its.wrong(tier) for its in (before, blocks, after)] == [[], [], []]
+    assert [forms(path, its) for its in (before, blocks, after)] == [{ZSTD}, {RAW}, {ZSTD}]
+
+
+async def test_a_codec_that_fails_is_a_miss(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While blocks are read, and while a start looks for torn ones."""
+    async with opened(path, codec="zstd") as tier:
+        blocks = await Kv(8, random_each=2).write(tier)
+        assert forms(path, blocks) == {RAW, ZSTD}
+        with monkeypatch.context() as patch:
+            patch.setattr(ZstdCodec, "_decompress", out_of_memory)
+            assert await blocks.wrong(tier) == [0, 2, 4, 6]
+        assert not tier.fault
+        assert await blocks.wrong(tier) == []
+        await abandon(tier)
+    monkeypatch.setattr(ZstdCodec, "_decompress", out_of_memory)
+    async with opened(path, codec="zstd") as tier:
+        assert found_by(tier) == blocks.pairs()[1::2]
+        assert await blocks.wrong(tier, [1, 3, 5, 7]) == []
+
+
+def test_a_thread_keeps_no_large_memory() -> None:
+    scratch = Scratch()
+    small = scratch.payload(KEPT_PAYLOAD_BYTES)
+    large = scratch.payload(KEPT_PAYLOAD_BYTES + PAGE_SIZE_BYTES)
+    assert (len(small), len(large)) == (KEPT_PAYLOAD_BYTES, KEPT_PAYLOAD_BYTES + PAGE_SIZE_BYTES)
+    again = scratch.payload(PAGE_SIZE_BYTES)
+    again[:4] = b"same"
+    assert small[:4] == b"same"
+    assert large[:4] == bytes(4)
+
+
 # ---- which codec
 
 
@@ -295,10 +362,10 @@ async def test_what_the_disk_moves_is_measured(path: Path) -> None:
 
 
 def test_a_name_that_is_none() -> None:
-    with pytest.raises(ConfigError, match="nvme_codec is 'gzip': allowed are raw, lz4, zstd, auto"):
-        FileTier(
-            node_id="a1" * 16, paths=[Path("/x")], capacity_bytes=8 * MIB, extent_bytes=MIB, codec="gzip"
-        )
+    options = {"node_id": "a1" * 16, "paths": [Path("/x")], "capacity_bytes": 8 * MIB, "extent_bytes": MIB}
+    for name in ("gzip", "lossy-fp8", ""):
+        with pytest.raises(ConfigError, match=f"nvme_codec is '{name}': allowed are raw, lz4, zstd, auto"):
+            FileTier(**options, codec=name)  # type: ignore[arg-type]
     assert file_packing.CHOICES == ("raw", "lz4", "zstd", "auto")
 
 
@@ -333,6 +400,16 @@ def test_rates_leave_idle_time_and_small_moves_out() -> None:
         with rate.moving(RATED_FROM_BYTES - 1):
             pass
     assert rate.bytes_per_s == pytest.approx(RATED_BYTES / 2.0)
+
+
+def test_rates_leave_moves_out_that_fail() -> None:
+    rate = Rate(Clock(0.0, 9.0, 100.0, 101.0))
+    with pytest.raises(OSError, match="no"), rate.moving(RATED_BYTES):
+        raise OSError("no")
+    assert rate.bytes_per_s == 0.0
+    with rate.moving(RATED_BYTES):
+        pass
+    assert rate.bytes_per_s == pytest.approx(RATED_BYTES)
 
 
 def test_rates_follow_slowly() -> None:
