@@ -103,7 +103,7 @@ class FileTier(Tier):
         self._health = Health(deadline_s, clock_s)
         plan = Plan(node_id, tuple(paths), capacity_bytes, extent_bytes, catalogue_bytes, keep_free_bytes)
         self._medium = Medium(plan, self._health, calls or Calls())
-        self._pack = file_packing.make_pack(codec, self._medium.rates)
+        self._pack = file_packing.make_pack(codec, self._medium.rates, clock_s)
         self._threads = threads
         self._now_s = now_s
         self._extents: list[Extent] = []

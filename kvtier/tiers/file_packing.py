@@ -8,6 +8,8 @@ A codec that is named is used wherever blocks become a tenth smaller, on a fast 
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -23,6 +25,8 @@ from kvtier.types import whole_pages
 
 AUTO: Final = "auto"
 CHOICES: Final = ("raw", "lz4", "zstd", AUTO)
+PAUSE_S: Final = 60.0
+"""After a codec has failed, blocks are written as they are for so long."""
 _ANY_GAIN_PAYS: Final = 1.0
 """Bytes a second of a medium so slow that only the ratio counts."""
 _UNKNOWN: Final = 1e15
@@ -33,7 +37,7 @@ Pack = Callable[[Sequence[Move]], None]
 _log = logs.get("file")
 
 
-def make_pack(name: str, rates: Rates) -> Pack:
+def make_pack(name: str, rates: Rates, clock_s: Callable[[], float] = time.monotonic) -> Pack:
     """What gives moves of one stripe their form and payload, before they are written; thread-safe.
 
     Raises
@@ -53,7 +57,12 @@ def make_pack(name: str, rates: Rates) -> Pack:
             return _ANY_GAIN_PAYS
         return rates.reading.bytes_per_s or rates.writing.bytes_per_s or _UNKNOWN
 
+    paused_until_s = -math.inf
+
     def pack(moves: Sequence[Move]) -> None:
+        nonlocal paused_until_s
+        if clock_s() < paused_until_s:
+            return
         for fingerprint, group in itertools.groupby(moves, lambda move: move.record.fingerprint):
             its = [move for move in group if whole_pages(move.record.block_bytes) > whole_pages(1)]
             if not its:
@@ -61,8 +70,9 @@ def make_pack(name: str, rates: Rates) -> Pack:
             try:
                 codec, payloads = adaptive.encode(fingerprint, [move.memory for move in its], bytes_per_s())
             except Exception as error:  # a library that fails costs what it would have gained, not the block
+                paused_until_s = clock_s() + PAUSE_S
                 _log.warning("a codec failed: blocks are written as they are", error=repr(error))
-                continue
+                return
             for move, payload in zip(its, payloads, strict=True):
                 if payload is not None and whole_pages(len(payload)) < whole_pages(move.record.block_bytes):
                     move.form, move.payload = Form(codec.wire_id, len(payload)), payload

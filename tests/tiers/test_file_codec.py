@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -271,14 +272,18 @@ def out_of_memory(*_: object) -> bytes:
 
 
 async def test_a_codec_that_fails_costs_its_gain_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened(path, codec="zstd") as tier:
+    ahead_s = 0.0
+    async with opened(path, codec="zstd", clock_s=lambda: time.monotonic() + ahead_s) as tier:
         before = await Kv(4).write(tier)
         with monkeypatch.context() as patch:
             patch.setattr(ZstdCodec, "_compress", out_of_memory)
             blocks = await Kv(4, seed=1).write(tier, first=4)
-        after = await Kv(4, seed=2).write(tier, first=8)
-        assert [await its.wrong(tier) for its in (before, blocks, after)] == [[], [], []]
-    assert [forms(path, its) for its in (before, blocks, after)] == [{ZSTD}, {RAW}, {ZSTD}]
+        paused = await Kv(4, seed=2).write(tier, first=8)
+        ahead_s = file_packing.PAUSE_S + 1
+        after = await Kv(4, seed=3).write(tier, first=12)
+        written = (before, blocks, paused, after)
+        assert [await its.wrong(tier) for its in written] == [[], [], [], []]
+    assert [forms(path, its) for its in written] == [{ZSTD}, {RAW}, {RAW}, {ZSTD}]
 
 
 async def test_a_codec_that_fails_is_a_miss(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
