@@ -45,7 +45,7 @@ check: install buf ## formatting, lint, types, layers, protos and the fast tests
 	$(MAKE) --no-print-directory proto-check
 	if [ "$(FAST_TESTS)" = yes ]; then $(PYTEST) -m "not slow and not gpu" tests; fi
 
-bench: install ## one benchmark: make bench NAME=local|core|rpc|index|remote|ttft|decode|idle
+bench: install ## one benchmark: make bench NAME=local|core|rpc|index|remote|nvme|codecs|ttft|decode|idle
 	mkdir -p $(dir $(JSON))
 	$(BIN)/python -m bench $(NAME) --json $(JSON)
 

@@ -153,6 +153,7 @@ def file_tier(config: Config, identity: Identity) -> FileTier:
         capacity_bytes=config.nvme_bytes,
         extent_bytes=config.extent_bytes,
         deadline_s=config.tier_deadline_s,
+        codec=config.nvme_codec,
     )
 
 

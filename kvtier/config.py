@@ -164,6 +164,11 @@ class Config(BaseSettings):
     nvme_bytes: Size = Field(
         0, description="hard cap of the NVMe tier over all its paths, rounded down to whole extents"
     )
+    nvme_codec: Annotated[Literal["raw", "lz4", "zstd", "auto"], BeforeValidator(_lower)] = Field(
+        "auto",
+        description="how blocks lie on the NVMe tier: raw, lz4, zstd, or auto (the codec with which they are "
+        "read faster there, if any)",
+    )
     tier_deadline_s: Seconds = Field(
         5.0, description="a medium that takes longer to answer is out of use until it does"
     )

@@ -1,7 +1,8 @@
 """Carries the core's demotes and fetches out, and watches the media below the top tier. Decides only how.
 
 A fetch reads in batches, two at a time; the first is small, so that an engine can begin to copy early.
-Demotes wait for each other, for fetches, and for their budget of bytes a second: nothing waits for them.
+Demotes go `DEMOTES_AT_ONCE` at a time, so that one is compared with its checksums while another is written,
+and wait for fetches and for their budget of bytes a second: nothing waits for them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ CHECKPOINT_S: Final = 30.0
 """After a crash a tier that outlives the node has to look through what changed in so long."""
 CHECKPOINT_SHARE: Final = 0.01
 """Checkpoints take at most this part of the time: those of a large medium are long."""
+DEMOTES_AT_ONCE: Final = 2
 MAX_YIELD_S: Final = 1.0
 """A demote lets fetches go first, but no longer than this."""
 
@@ -66,7 +68,7 @@ class Tiering:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert len(below) <= 1, "what is copied down is read from the top tier"
-        self._top = top
+        self._view = top.view if isinstance(top, Mapped) else None
         self._below = below
         self._hasher = hasher
         self._batch_bytes = config.pull_batch_bytes
@@ -97,7 +99,8 @@ class Tiering:
         """What has to run, until cancelled."""
         if not self._below:
             return ()
-        return (self._demote_forever(), self._watch_forever(), self._checkpoint_forever())
+        demotes = (self._demote_forever() for _ in range(DEMOTES_AT_ONCE))
+        return (*demotes, self._watch_forever(), self._checkpoint_forever())
 
     @property
     def notices(self) -> list[str]:
@@ -179,8 +182,8 @@ class Tiering:
                 view.release()
 
     def _memory(self, slot: Slot) -> memoryview:
-        assert isinstance(self._top, Mapped)
-        return self._top.view(slot)
+        assert self._view is not None
+        return self._view(slot)
 
     # ---- down
 

@@ -31,8 +31,8 @@ def make_codec(name: str, element_bytes: int = 2) -> Codec:
     Parameters
     ----------
     element_bytes
-        1 (8-bit floats), 2 or 4; decides how `encode` cuts blocks into planes. `decode` finds in each payload
-        how that was cut, so one codec decodes the payloads of all.
+        1 (8-bit floats), 2 or 4; decides how `encode` cuts blocks into planes. 0: it finds that out for each
+        block. `decode` finds in each payload how that was cut, so one codec decodes the payloads of all.
 
     Raises
     ------

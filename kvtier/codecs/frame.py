@@ -36,13 +36,15 @@ from kvtier.interfaces import Codec
 
 CHUNK_BYTES_LOG2: Final = 18
 """Chunk and planes fit the cache of a core (256 KiB and 256 KiB) and are long enough to compress well."""
-_CHUNK_LOG2_RANGE: Final = range(12, 21)
+MAX_CHUNK_BYTES_LOG2: Final = 20
+_CHUNK_LOG2_RANGE: Final = range(12, MAX_CHUNK_BYTES_LOG2 + 1)
 _VERSION: Final = 1
 _HEAD: Final = struct.Struct("<BBBBI")
 _PROBE_BYTES: Final = 8192
 _MIN_PLANE_GAIN: Final = 1 / 32
 """A plane that gains less is kept as it is: it then costs its reader a copy only."""
 _FILTER_OF_ELEMENT_BYTES: Final = {1: 0, 2: 1, 4: 2}
+ANY_ELEMENTS: Final = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +65,23 @@ class _Scratch(threading.local):
 
 
 class FrameCodec(Codec):
-    """A compressor of bytes behind a plane filter."""
+    """A compressor of bytes behind a plane filter.
+
+    Parameters
+    ----------
+    element_bytes
+        1, 2 or 4; `ANY_ELEMENTS`: found out for each block, by a look at its middle.
+    """
 
     def __init__(self, element_bytes: int = 2, *, filter: PlaneFilter | None = None) -> None:
-        if filter is None:
-            number = _FILTER_OF_ELEMENT_BYTES.get(element_bytes)
-            if number is None:
-                raise ConfigError(f"no filter for elements of {element_bytes} bytes: allowed are 1, 2 and 4")
-            filter = FILTERS[number]
-        self._filter = filter
+        if filter is not None:
+            self._filters: Sequence[PlaneFilter] = (filter,)
+        elif element_bytes == ANY_ELEMENTS:
+            self._filters = FILTERS
+        elif element_bytes in _FILTER_OF_ELEMENT_BYTES:
+            self._filters = (FILTERS[_FILTER_OF_ELEMENT_BYTES[element_bytes]],)
+        else:
+            raise ConfigError(f"no filter for elements of {element_bytes} bytes: allowed are 1, 2 and 4")
         self._scratch = _Scratch()
 
     @abstractmethod
@@ -98,29 +108,45 @@ class FrameCodec(Codec):
         if not len(view):
             return None
         block = np.frombuffer(view, np.uint8)
+        filter = self._fitting(block)
         most = int(len(block) * (1 - MIN_GAIN))
         table: list[int] = []
         body: list[bytes] = []
         spent = _HEAD.size
-        for chunk in _chunks(len(block), 1 << CHUNK_BYTES_LOG2, self._filter):
-            for plane in self._split(block[chunk.begin : chunk.words_end]):
+        for chunk in _chunks(len(block), 1 << CHUNK_BYTES_LOG2, filter):
+            for plane in self._split(filter, block[chunk.begin : chunk.words_end]):
                 stored = self._pack(plane)
                 table.append(len(stored))
                 body.append(stored)
                 spent += 4 + len(stored)
             if spent > most:
                 return None
-        tail = bytes(view[len(view) - len(view) % self._filter.word_bytes :])
+        tail = bytes(view[len(view) - len(view) % filter.word_bytes :])
         if spent + len(tail) > most:
             return None
-        head = _HEAD.pack(_VERSION, self.wire_id, self._filter.id, CHUNK_BYTES_LOG2, len(block))
+        head = _HEAD.pack(_VERSION, self.wire_id, filter.id, CHUNK_BYTES_LOG2, len(block))
         return b"".join((head, np.array(table, "<u4").tobytes(), *body, tail))
 
-    def _split(self, words: Bytes) -> list[Bytes]:
-        if self._filter.planes == 1:
+    def _fitting(self, block: Bytes) -> PlaneFilter:
+        """The filter whose planes of a piece of the block compress best."""
+        if len(self._filters) == 1:
+            return self._filters[0]
+        begin = len(block) // 2 // _PROBE_BYTES * _PROBE_BYTES
+        piece = block[begin : begin + _PROBE_BYTES]
+
+        def size(filter: PlaneFilter) -> int:
+            words = piece[: len(piece) - len(piece) % filter.word_bytes]
+            if not len(words):
+                return len(piece)
+            return sum(min(len(plane), len(self._compress(plane))) for plane in self._split(filter, words))
+
+        return min(self._filters, key=size)
+
+    def _split(self, filter: PlaneFilter, words: Bytes) -> list[Bytes]:
+        if filter.planes == 1:
             return [words]
-        planes = _cut(self._scratch.planes, len(words), self._filter.planes)
-        self._filter.split(words, planes)
+        planes = _cut(self._scratch.planes, len(words), filter.planes)
+        filter.split(words, planes)
         return planes
 
     def _pack(self, plane: Bytes) -> bytes:

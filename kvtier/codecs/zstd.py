@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 
 import zstandard
 
-from kvtier.codecs.frame import CHUNK_BYTES_LOG2, FrameCodec
+from kvtier.codecs.frame import CHUNK_BYTES_LOG2, MAX_CHUNK_BYTES_LOG2, FrameCodec
 from kvtier.codecs.planes import Bytes, PlaneFilter
 from kvtier.errors import Corruption
 
@@ -35,7 +35,8 @@ class _Contexts(threading.local):
 
     def __init__(self, parameters: zstandard.ZstdCompressionParameters) -> None:
         self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
-        self.decompressor = zstandard.ZstdDecompressor()
+        # A frame names its window, which is allocated at its word: by default up to 128 MiB, kept for good.
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << MAX_CHUNK_BYTES_LOG2)
 
 
 class ZstdCodec(FrameCodec):

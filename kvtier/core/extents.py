@@ -7,6 +7,7 @@ goes back to the tier at once, for whichever size needs it next: no mix of layou
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
@@ -30,8 +31,8 @@ class Extent:
         Whose size it serves; None while it is free.
     blocks
         The block in each slot, reserved or resident; None where free, quarantined or draining.
-    free
-        Heap of the free slots' numbers.
+    free, is_sorted
+        Heap of the free slots' numbers; whether it is known to be sorted too.
     guarded
         Blocks in it that must stay: leased, pinned, reserved, or ancestors of such.
     stuck, draining
@@ -45,6 +46,7 @@ class Extent:
         "draining",
         "free",
         "guarded",
+        "is_sorted",
         "last",
         "listed",
         "number",
@@ -59,6 +61,7 @@ class Extent:
         self.blocks: list[Block | None] = []
         self.slots: list[Slot | None] = []
         self.free: list[int] = []
+        self.is_sorted = True
         self.guarded = 0
         self.stuck = 0
         self.draining = 0
@@ -105,10 +108,16 @@ class Pool:
         if extent.pool is None:
             self.tier.free_extents.remove(number)  # see `TierMap.order_free_extents`
             self._serve(extent)
-        elif extent.pool is not self or index not in extent.free:
+        elif extent.pool is not self:
             return None
-        extent.free.remove(index)
-        extent.free.sort()  # a heap again, and no work while it is sorted anyway
+        free = extent.free
+        if not extent.is_sorted:  # a sorted heap stays one while slots are claimed only
+            free.sort()
+            extent.is_sorted = True
+        at = bisect_left(free, index)
+        if at == len(free) or free[at] != index:
+            return None
+        del free[at]
         self.free -= 1
         return extent, index
 
@@ -118,6 +127,7 @@ class Pool:
         extent.blocks = [None] * count
         extent.slots = [None] * count
         extent.free = list(range(count))
+        extent.is_sorted = True
         extent.last = 0
         self.extents[extent.number] = extent
         self.free += count
@@ -134,6 +144,7 @@ class Pool:
                 heappop(self.open)
                 extent.listed = False
                 continue
+            extent.is_sorted = False
             while extent.free and len(taken) < count:
                 taken.append((extent, heappop(extent.free)))
         return taken
@@ -142,6 +153,7 @@ class Pool:
         """The slot is free again; so is its extent if it was the last one used."""
         assert extent.blocks[index] is None
         heappush(extent.free, index)
+        extent.is_sorted = False
         self.free += 1
         if len(extent.free) == self.slots_per_extent:
             self._return(extent)

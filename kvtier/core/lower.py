@@ -136,27 +136,34 @@ class LowerTier(Residency):
         Nothing of it is believed. What is left away lies in slots that count as free.
         """
         self._above.accesses += 1
-        recovered = sum(self._recover(slot, record, self._above.accesses) for slot, record in found)
-        self.counts.recovered_blocks += recovered
-        return recovered
+        recovered: list[Block] = []
+        for slot, record in found:
+            block = self._recover(slot, record, self._above.accesses)
+            if block is not None:
+                recovered.append(block)
+        # Only now: the next block would have all of its ancestors guarded anew, however many there are.
+        for block in recovered:
+            self.unguard(block)
+        self.counts.recovered_blocks += len(recovered)
+        return len(recovered)
 
-    def _recover(self, slot: Slot, record: BlockRecord, accessed: int) -> bool:
+    def _recover(self, slot: Slot, record: BlockRecord, accessed: int) -> Block | None:
+        """The block, guarded."""
         if not _is_sound(slot, record, self.map.spec.header_bytes):
-            return False
+            return None
         shape = self._shape(record.fingerprint, record.block_bytes, slot.size_bytes)
         if not self._fits_in(record, shape):
-            return False
+            return None
         place = self.map.claim(slot)
         if place is None:
-            return False
+            return None
         parent = None
         if record.parent is not None:
             parent = self._named(BlockId(record.parent, record.block.shard), shape)
         block = self.admit(record.block, parent, shape, place)
         self.commit(block, record.checksum)
         self.renew(block, accessed)
-        self.unguard(block)
-        return True
+        return block
 
     def _fits_in(self, record: BlockRecord, shape: Shape) -> bool:
         """Whether the block is not here yet, has kin of its own layout alone, and continues none of them."""

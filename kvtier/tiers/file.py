@@ -25,7 +25,7 @@ from typing import ClassVar, Final
 from kvtier import logs
 from kvtier.errors import ConfigError, KvtierError, ResourceShortage, TierFault
 from kvtier.interfaces import Tier, TierTraits
-from kvtier.tiers import file_extents, file_format, file_recovery, file_runs
+from kvtier.tiers import file_extents, file_format, file_packing, file_recovery, file_runs
 from kvtier.tiers.file_extents import Extent
 from kvtier.tiers.file_format import Place
 from kvtier.tiers.file_io import Calls
@@ -63,6 +63,8 @@ class FileTier(Tier):
         See above.
     threads
         Operations that the device is asked at once.
+    codec
+        One of `file_packing.CHOICES`; what is on the medium is read whatever this says.
     catalogue_bytes
         For tests: space of a checkpoint in each stripe, where the proportion (1/256) is too little for
         very small blocks.
@@ -89,6 +91,7 @@ class FileTier(Tier):
         extent_bytes: int,
         deadline_s: float = 5.0,
         threads: int = DEFAULT_THREADS,
+        codec: str = "raw",
         catalogue_bytes: int | None = None,
         keep_free_bytes: int = DEFAULT_KEEP_FREE_BYTES,
         calls: Calls | None = None,
@@ -100,6 +103,7 @@ class FileTier(Tier):
         self._health = Health(deadline_s, clock_s)
         plan = Plan(node_id, tuple(paths), capacity_bytes, extent_bytes, catalogue_bytes, keep_free_bytes)
         self._medium = Medium(plan, self._health, calls or Calls())
+        self._pack = file_packing.make_pack(codec, self._medium.rates, clock_s)
         self._threads = threads
         self._now_s = now_s
         self._extents: list[Extent] = []
@@ -321,13 +325,16 @@ class FileTier(Tier):
         """See `Tier.read`: header and checksum of every block are compared with its record."""
         self._check_all(slots, records, into)
         moves = self._moves(slots, records, into)
+        for slot, move in zip(slots, moves, strict=True):
+            row = self._extents[slot.extent].row(self._index(slot)) if self._is_slot(slot) else b""
+            move.form = file_format.form_of(row, move.record.block_bytes)
         medium = self._medium.number
         wrong: list[int] = []
 
         def job(run: list[Move]) -> Job:
             return lambda scratch: wrong.extend(_read(run, medium, scratch))
 
-        with self._call(slot.extent for slot in slots):
+        with self._call():  # leaves the extents as they are
             await self._settled(self._io, [job(run) for run in file_runs.runs(moves)])
         return sorted(wrong)
 
@@ -355,15 +362,17 @@ class FileTier(Tier):
     def _writing(self, run: list[Move]) -> Job:
         def job(scratch: Scratch) -> None:
             run[0].stripe.check_path()
+            self._pack(run)  # before its turn begins: others may not have to wait for it
             size_bytes = sum(move.place.slot_bytes for move in run)
             first = position = self._positions.begin(size_bytes, self._health.refusal)
             try:
                 for move in run:
                     move.header[:] = file_format.pack_header(
-                        self._medium.number, move.record, move.place, position
+                        self._medium.number, move.record, move.place, move.form, position
                     )
                     position += move.place.slot_bytes
-                file_runs.write_run(run, scratch)
+                for part in file_runs.runs(run):
+                    file_runs.write_run(part, scratch)
             finally:
                 self._positions.end(first)
 
@@ -435,14 +444,15 @@ class FileTier(Tier):
         """See `kvtier.interfaces.Durable`; in the background, beside reads and writes."""
         self._check_open()
         if not self._is_covered or any(self._has_changed(extent) for extent in self._extents):
-            await self._checkpoint()
-            self._is_covered = True
+            self._is_covered = False  # also if it fails
+            self._is_covered = await self._checkpoint()
 
     def _has_changed(self, extent: Extent) -> bool:
         """Since the last checkpoint."""
         return extent.epoch == self._epoch or bool(extent.busy) or extent.marking is not None
 
-    async def _checkpoint(self) -> None:
+    async def _checkpoint(self) -> bool:
+        """Write one; whether nothing was left out because it was changing."""
         self._epoch += 1
         covered = [
             (number, extent)
@@ -450,9 +460,11 @@ class FileTier(Tier):
             if extent.slot_bytes and not extent.busy and extent.marking is None
         ]
         day_begin_bytes = self._day_begin()
-        counters = (self._positions.next, self._written_ever_bytes, self._day, day_begin_bytes)
+        counters = (self._positions.settled, self._written_ever_bytes, self._day, day_begin_bytes)
         epoch = self._epoch
+        is_whole = len(covered) == sum(extent.slot_bytes > 0 for extent in self._extents)
         await self._keep(lambda scratch: self._write_catalogues(epoch, covered, counters))
+        return is_whole
 
     def _write_catalogues(
         self, epoch: int, covered: Sequence[tuple[int, Extent]], counters: tuple[int, int, int, int]
@@ -517,17 +529,19 @@ class FileTier(Tier):
             place = Place(slot.offset_bytes, slot.size_bytes, self._extents[slot.extent].generation)
             offset_bytes = begin + slot.offset_bytes - slot.extent * self.extent_bytes
             memory = buffer.cast("B")[: record.block_bytes]
-            moves.append(Move(number, stripe, offset_bytes, place, record, memory))
+            form = file_format.raw_form(record.block_bytes)
+            moves.append(Move(number, stripe, offset_bytes, place, record, memory, form))
         return moves
 
     # ---- waiting for threads
 
     @contextmanager
-    def _call(self, numbers: Iterable[int]) -> Iterator[None]:
-        """One call of the node: refused while the tier is quarantined, counted while it is under way."""
+    def _call(self, changes: Iterable[int] = ()) -> Iterator[None]:
+        """One call of the node, which may change these extents: refused while the tier is quarantined,
+        counted while it is under way."""
         if fault := self._health.fault:
             raise TierFault(fault)
-        extents = [self._extents[number] for number in set(numbers)]
+        extents = [self._extents[number] for number in set(changes)]
         self._calls += 1
         for extent in extents:
             extent.busy += 1

@@ -39,7 +39,7 @@ class Extent:
     rows
         The header of each slot that holds a block, zeros for the others.
     busy
-        Operations under way.
+        Operations under way that may change it.
     marking
         Writes its page of the table now.
     """
@@ -65,6 +65,10 @@ class Extent:
         self.epoch = -1
         self.rows = bytearray()
 
+    def row(self, index: int) -> bytearray:
+        """The header of slot `index`; empty or zeros where that holds no block."""
+        return self.rows[index * HEADER_BYTES : (index + 1) * HEADER_BYTES]
+
     def set_row(self, index: int, row: bytes | bytearray | None) -> None:
         """The slot `index` holds a block with this header, or none."""
         begin, end = index * HEADER_BYTES, (index + 1) * HEADER_BYTES
@@ -89,8 +93,7 @@ class Extent:
 
 def found(number: int, extent: Extent, arena: int) -> Iterator[tuple[Slot, BlockRecord]]:
     """The blocks of an extent, with where they lie."""
-    for row in extent.held_rows():
-        header = file_format.unpack_row(row.tobytes())
+    for header in file_format.unpack_rows(extent.held_rows()):
         yield Slot(arena, number, header.place.offset_bytes, header.place.slot_bytes), header.record
 
 
@@ -104,12 +107,15 @@ def clean_rows(
         number = int(covered["extent"])
         entry = extents.get(number)
         rows = catalogue.rows[end - int(covered["rows"]) : end]
-        if entry is None or entry.epoch >= catalogue.epoch:
+        if entry is None or entry.epoch >= catalogue.epoch or len(rows) != covered["rows"]:
             continue
         if (entry.slot_bytes, entry.generation) != (covered["slot_bytes"], covered["generation"]):
             continue
-        offsets = np.ascontiguousarray(rows).view(file_format.ROW_DTYPE)["offset_bytes"].reshape(-1)
-        known[number] = ((offsets - number * extent_bytes) // entry.slot_bytes).tolist(), rows
+        places = file_format.places_of(
+            rows, number * extent_bytes, extent_bytes, entry.slot_bytes, entry.generation
+        )
+        if places is not None:
+            known[number] = places, rows
     return known
 
 

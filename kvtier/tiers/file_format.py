@@ -10,6 +10,11 @@ table          one page an extent: slot size, generation, epoch of its last chan
 extents        `extents` times `extent_bytes`; a slot is a header page and the block behind it
 =============  ===============================================================================
 
+What stands behind a header is the block, or a payload of a codec (`kvtier.codecs`) that has at least a page
+less; the header says which. The slot has the size for the raw block in any case, so a codec saves reading,
+writing and wear, not space: slots of other sizes would have to be chosen before anything is encoded. A kvtier
+that does not know a codec finds no block there.
+
 The **medium** number is drawn at random when all stripes of a tier are made. It keys the checksums
 (BLAKE2b) of headers and table: a page that only looks like a header, because a block holds such bytes or
 because the disk was somebody else's before, is never taken for one. So slots may begin where older blocks of
@@ -28,23 +33,26 @@ reader, older or newer, is a `ConfigError` that says what to do; nothing is chan
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvtier.codecs import CODEC_NAMES
 from kvtier.types import KEY_SIZE_BYTES, PAGE_SIZE_BYTES, BlockId, BlockRecord, whole_pages
 
 FORMAT_VERSION: Final = 1
 HEADER_BYTES: Final = 192
 """What of a header page says anything; the rest is zeros."""
-CODEC_RAW: Final = 0
+CODEC_RAW: Final = CODEC_NAMES.index("raw")
 MEDIUM_BYTES: Final = 16
 MAX_EXTENTS: Final = 1 << 24
+MAX_COUNT: Final = 1 << 62
+"""No medium lives to see positions, counters or epochs as large: they are damage, and must not overflow."""
 
 _SUPERBLOCK_MAGIC: Final = b"KVTSLAB\n"
 _TABLE_MAGIC: Final = 0x4254564B
@@ -56,6 +64,7 @@ _SUPERBLOCK: Final = struct.Struct("<8sII16s16sIIQQQ")
 _TABLE: Final = struct.Struct("<IIQQQI4x")
 _CATALOGUE: Final = struct.Struct("<IIQQIIQQQQ16s")
 _HEADER: Final = struct.Struct("<IHHIIII32s32s32s16sQQQQQ")
+_ROW: Final = struct.Struct(f"{_HEADER.format}16x")
 
 Raw = bytes | bytearray | memoryview
 Rows = npt.NDArray[np.uint8]
@@ -86,6 +95,7 @@ COVERED_DTYPE: Final = np.dtype(
     [("extent", "<u4"), ("generation", "<u4"), ("slot_bytes", "<u8"), ("rows", "<u4"), ("reserved", "<u4")]
 )
 assert ROW_DTYPE.itemsize == HEADER_BYTES == _HEADER.size + 16
+_PAYLOAD_AT: Final = int(ROW_DTYPE.fields["payload_bytes"][1])  # type: ignore[index]
 
 
 def _page(content: bytes) -> bytes:
@@ -208,11 +218,16 @@ def read_table_entry(medium: bytes, extent: int, page: memoryview) -> TableEntry
     """None where the page is damaged, another extent's, or was never written."""
     content = page[: _TABLE.size]
     magic, _, number, slot_bytes, epoch, generation = _TABLE.unpack(content)
-    if magic != _TABLE_MAGIC or number != extent:
+    if magic != _TABLE_MAGIC or number != extent or epoch >= MAX_COUNT:
         return None
     if page[_TABLE.size : _TABLE.size + 16] != _mac(medium, content):
         return None
     return TableEntry(slot_bytes, generation, epoch)
+
+
+def may_serve(slot_bytes: int, extent_bytes: int) -> bool:
+    """Whether an extent can have slots of this size."""
+    return PAGE_SIZE_BYTES < slot_bytes <= extent_bytes and not slot_bytes % PAGE_SIZE_BYTES
 
 
 # ---- slot headers
@@ -226,22 +241,33 @@ class Place(NamedTuple):
     generation: int
 
 
+class Form(NamedTuple):
+    """What stands behind a header: so many bytes that the codec of this wire id decodes to the block."""
+
+    codec: int
+    payload_bytes: int
+
+
+def raw_form(block_bytes: int) -> Form:
+    """The block as it is."""
+    return Form(CODEC_RAW, block_bytes)
+
+
 class Header(NamedTuple):
     """What a header page says."""
 
     record: BlockRecord
     place: Place
-    codec: int
-    payload_bytes: int
+    form: Form
     position: int
 
 
-def pack_header(medium: bytes, record: BlockRecord, place: Place, position: int) -> bytes:
+def pack_header(medium: bytes, record: BlockRecord, place: Place, form: Form, position: int) -> bytes:
     """`HEADER_BYTES` bytes; `position` counts the bytes that were written to the medium before this slot."""
     content = _HEADER.pack(
         _HEADER_MAGIC,
         1,
-        CODEC_RAW,
+        form.codec,
         record.block.shard,
         0 if record.parent is None else _HAS_PARENT,
         place.generation,
@@ -251,7 +277,7 @@ def pack_header(medium: bytes, record: BlockRecord, place: Place, position: int)
         record.fingerprint,
         record.checksum,
         record.block_bytes,
-        record.block_bytes,
+        form.payload_bytes,
         place.slot_bytes,
         place.offset_bytes,
         position,
@@ -259,68 +285,122 @@ def pack_header(medium: bytes, record: BlockRecord, place: Place, position: int)
     return content + _mac(medium, content)
 
 
-def _header_v1(medium: bytes, raw: Raw) -> Header | None:
-    content = raw[: _HEADER.size]
-    if raw[_HEADER.size : HEADER_BYTES] != _mac(medium, content):
-        return None
-    return unpack_row(content)
+def _is_whole_v1(medium: bytes, raw: Raw) -> bool:
+    return raw[_HEADER.size : HEADER_BYTES] == _mac(medium, raw[: _HEADER.size])
 
 
 def unpack_row(content: Raw) -> Header:
     """A header that has been verified."""
-    numbers = _HEADER.unpack(content[: _HEADER.size])
-    _, _, codec, shard, flags, generation, _ = numbers[:7]
-    key, parent, fingerprint, checksum = numbers[7:11]
-    block_bytes, payload_bytes, slot_bytes, offset_bytes, position = numbers[11:]
+    return _header(_HEADER.unpack(content[: _HEADER.size]))
+
+
+def unpack_rows(rows: Rows) -> Iterator[Header]:
+    """Many of them."""
+    return map(_header, _ROW.iter_unpack(rows.tobytes()))
+
+
+def _header(fields: Sequence[Any]) -> Header:
+    _, _, codec, shard, flags, generation, _, key, parent, fingerprint, checksum = fields[:11]
+    block_bytes, payload_bytes, slot_bytes, offset_bytes, position = fields[11:]
     record = BlockRecord(
         BlockId(key, shard), parent if flags & _HAS_PARENT else None, fingerprint, block_bytes, checksum
     )
-    return Header(record, Place(offset_bytes, slot_bytes, generation), codec, payload_bytes, position)
+    place = Place(offset_bytes, slot_bytes, generation)
+    return Header(record, place, Form(codec, payload_bytes), position)
 
 
-HEADER_READERS: Final[Mapping[int, Callable[[bytes, Raw], Header | None]]] = {1: _header_v1}
+class HeaderReader(NamedTuple):
+    """Of one version: whether these bytes are a whole header of the medium, and what it says then."""
+
+    is_whole: Callable[[bytes, Raw], bool]
+    unpack: Callable[[Raw], Header]
+
+
+HEADER_READERS: Final[Mapping[int, HeaderReader]] = {1: HeaderReader(_is_whole_v1, unpack_row)}
+
+
+def _reader(medium: bytes, raw: Raw) -> HeaderReader | None:
+    magic, version = struct.unpack_from("<IH", raw)
+    reader = HEADER_READERS.get(version) if magic == _HEADER_MAGIC else None
+    return reader if reader is not None and reader.is_whole(medium, raw) else None
 
 
 def read_header(medium: bytes, raw: Raw) -> Header | None:
     """None where these `HEADER_BYTES` bytes are no whole header of this medium."""
-    magic, version = struct.unpack_from("<IH", raw)
-    reader = HEADER_READERS.get(version) if magic == _HEADER_MAGIC else None
-    return None if reader is None else reader(medium, raw)
+    reader = _reader(medium, raw)
+    return None if reader is None else reader.unpack(raw)
 
 
-def says(header: Header | None, record: BlockRecord, place: Place) -> bool:
-    """Whether the slot holds this block, raw. The parent is left out: the key names the whole prefix."""
+def says(header: Header | None, record: BlockRecord, place: Place, form: Form) -> bool:
+    """Whether the slot holds this block in this form. The parent is left out: the key names the prefix."""
     return (
         header is not None
         and header.place == place
-        and header.codec == CODEC_RAW
-        and header.payload_bytes == header.record.block_bytes == record.block_bytes
+        and header.form == form
+        and header.record.block_bytes == record.block_bytes
         and header.record.block == record.block
         and header.record.checksum == record.checksum
         and header.record.fingerprint == record.fingerprint
     )
 
 
+def form_of(row: Raw, block_bytes: int) -> Form:
+    """In which form a slot that is to hold a block of this size has to be read, as its row says.
+
+    The row may come from a medium: a form that no slot can have is taken for the raw one, so that the block
+    is read within its slot, and found to be something else.
+    """
+    if len(row) < HEADER_BYTES:
+        return raw_form(block_bytes)
+    (codec,), (payload_bytes,) = struct.unpack_from("<H", row, 6), struct.unpack_from("<Q", row, _PAYLOAD_AT)
+    coded = 0 < codec < len(CODEC_NAMES) and 0 < whole_pages(payload_bytes) < whole_pages(block_bytes)
+    return Form(codec, payload_bytes) if coded else raw_form(block_bytes)
+
+
 def valid_rows(
     medium: bytes, rows: Rows, base_bytes: int, slot_bytes: int, generation: int
 ) -> npt.NDArray[np.intp]:
     """Which slots of an extent, which begins at `base_bytes`, have a whole header: its numbers, ascending."""
-    fields = np.ascontiguousarray(rows).view(ROW_DTYPE)[:, 0]
     offsets = base_bytes + slot_bytes * np.arange(len(rows), dtype=np.uint64)
-    plausible = (
+    plausible = _fields(rows)["offset_bytes"] == offsets
+    plausible &= _are_plausible(rows, slot_bytes, generation)
+    found = [i for i in np.flatnonzero(plausible).tolist() if _reader(medium, rows[i].tobytes()) is not None]
+    return np.array(found, dtype=np.intp)
+
+
+def places_of(
+    rows: Rows, base_bytes: int, extent_bytes: int, slot_bytes: int, generation: int
+) -> Sequence[int] | None:
+    """The numbers of the slots of these headers; None if an extent that begins at `base_bytes` can not have
+    them, or not in this order. Their checksums are not compared."""
+    numbers, rests = np.divmod(_fields(rows)["offset_bytes"] - np.uint64(base_bytes), np.uint64(slot_bytes))
+    in_order = bool((numbers[1:] > numbers[:-1]).all()) and not rests.any()
+    if not in_order or not _are_plausible(rows, slot_bytes, generation).all():
+        return None
+    if len(numbers) and int(numbers[-1]) >= extent_bytes // slot_bytes:
+        return None
+    places: list[int] = numbers.tolist()
+    return places
+
+
+def _fields(rows: Rows) -> np.ndarray:
+    return np.ascontiguousarray(rows).view(ROW_DTYPE)[:, 0]
+
+
+def _are_plausible(rows: Rows, slot_bytes: int, generation: int) -> npt.NDArray[np.bool_]:
+    """Which headers an extent of such slots can have somewhere."""
+    fields = _fields(rows)
+    plausible: npt.NDArray[np.bool_] = (
         (fields["magic"] == _HEADER_MAGIC)
-        & (fields["offset_bytes"] == offsets)
         & (fields["slot_bytes"] == slot_bytes)
         & (fields["generation"] == generation)
-        & (fields["codec"] == CODEC_RAW)
-        & (fields["payload_bytes"] == fields["block_bytes"])
-        & (fields["block_bytes"] > 0)
+        & (fields["codec"] < len(CODEC_NAMES))
+        & (fields["payload_bytes"] > 0)
+        & (fields["payload_bytes"] <= fields["block_bytes"])
         & (fields["block_bytes"] <= slot_bytes - PAGE_SIZE_BYTES)
+        & (fields["position"] < MAX_COUNT)
     )
-    found = [
-        i for i in np.flatnonzero(plausible).tolist() if read_header(medium, rows[i].tobytes()) is not None
-    ]
-    return np.array(found, dtype=np.intp)
+    return plausible
 
 
 # ---- the catalogue
@@ -335,7 +415,7 @@ class Catalogue:
     epoch
         Extents whose table entry has a lower epoch are as they were when this was written.
     position
-        Of the next slot to be written.
+        Every write at a lower one had ended.
     written_bytes
         To the whole medium, since it was made.
     day, day_begin_bytes
@@ -402,6 +482,8 @@ def read_catalogue(medium: bytes, area: memoryview) -> Catalogue | None:
     payload = area[PAGE_SIZE_BYTES : PAGE_SIZE_BYTES + size]
     border = covered * COVERED_DTYPE.itemsize
     if size != border + rows * HEADER_BYTES or xxhash.xxh3_128_digest(payload) != checksum:
+        return None
+    if max(epoch, position, written, day_begin) >= MAX_COUNT:
         return None
     return Catalogue(
         epoch,

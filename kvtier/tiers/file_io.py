@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NoReturn, TypeVar
+from typing import Final, NamedTuple, NoReturn, TypeVar
 
 from kvtier.errors import AlreadyRunning, ConfigError, TierFault
 from kvtier.tiers import shm
-from kvtier.tiers.file_threads import Health
+from kvtier.tiers.file_threads import Health, Rate
 from kvtier.types import PAGE_SIZE_BYTES
 
 SLAB_NAME: Final = "kvtier.slab"
@@ -48,6 +48,13 @@ class Calls:
     fdatasync: Callable[[int], None] = os.fdatasync
 
 
+class Rates(NamedTuple):
+    """Of all stripes of a tier together."""
+
+    reading: Rate
+    writing: Rate
+
+
 class Stripe:
     """An open file or device. All methods may block; those that move bytes are thread-safe.
 
@@ -59,7 +66,7 @@ class Stripe:
         Size of a device; None for a slab file, which grows.
     """
 
-    def __init__(self, path: Path, health: Health, calls: Calls) -> None:
+    def __init__(self, path: Path, health: Health, calls: Calls, rates: Rates) -> None:
         self.path = path
         self.name = path
         self.direct = False
@@ -68,6 +75,7 @@ class Stripe:
         self.written_bytes = 0
         self._health = health
         self._calls = calls
+        self._rates = rates
         self._fd = -1
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
@@ -226,6 +234,21 @@ class Stripe:
     ) -> None:
         left = list(buffers)
         total = sum(buffer.nbytes for buffer in left)
+        with (self._rates.writing if what == "writing" else self._rates.reading).moving(total):
+            self._move_all(function, what, offset_bytes, left)
+        with self._lock:
+            if what == "writing":
+                self.written_bytes += total
+            else:
+                self.read_bytes += total
+
+    def _move_all(
+        self,
+        function: Callable[[int, Sequence[memoryview], int], int],
+        what: str,
+        offset_bytes: int,
+        left: list[memoryview],
+    ) -> None:
         done = 0
         while left:
             at, chunk = offset_bytes + done, left
@@ -238,11 +261,6 @@ class Stripe:
                 break
             done += moved
             left = _rest(left, moved)
-        with self._lock:
-            if what == "writing":
-                self.written_bytes += total
-            else:
-                self.read_bytes += total
 
     def _call(self, what: str, function: Callable[[], _T]) -> _T:
         if fault := self._health.refusal():

@@ -25,8 +25,8 @@ from kvtier import logs
 from kvtier.errors import AlreadyRunning, ConfigError, ResourceShortage, TierFault
 from kvtier.tiers import file_format
 from kvtier.tiers.file_format import FORMAT_VERSION, MAX_EXTENTS, MEDIUM_BYTES, SUPERBLOCK_READERS, Superblock
-from kvtier.tiers.file_io import SLAB_NAME, Calls, Stripe
-from kvtier.tiers.file_threads import Health
+from kvtier.tiers.file_io import SLAB_NAME, Calls, Rates, Stripe
+from kvtier.tiers.file_threads import Health, Rate
 from kvtier.types import PAGE_SIZE_BYTES, whole_pages
 
 MAX_STRIPES: Final = 64
@@ -116,6 +116,7 @@ class Medium:
         self._plan = plan
         self._health = health
         self._calls = calls
+        self.rates = Rates(Rate(), Rate())
         self.notices: list[str] = []
         self.stripes: list[Stripe] = []
         self.superblocks: list[Superblock] = []
@@ -131,7 +132,7 @@ class Medium:
         ConfigError, AlreadyRunning, ResourceShortage
             Each says what to do; nothing has been changed, or it will be made anew.
         """
-        self.stripes = [Stripe(path, self._health, self._calls) for path in self._plan.paths]
+        self.stripes = [Stripe(path, self._health, self._calls, self.rates) for path in self._plan.paths]
         try:
             for stripe in self.stripes:
                 stripe.open()

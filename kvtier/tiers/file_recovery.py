@@ -4,8 +4,9 @@ A slot is written in one call, header first, while the process may be killed and
 
 1. the old header is there, and nothing was written: the old block, whole;
 2. the new header is there and not all of the block. Killed: the header's `position` is among the last
-   `WINDOW_BYTES`, since no write is begun while an older one is that far behind (`Positions`); so these
-   slots alone are read and compared with their checksums (`checks`). Power cut: older ones may be torn too,
+   `WINDOW_BYTES`, since no write is begun while an older one is that far behind (`Positions`), and behind
+   all that had ended when the last checkpoint was written; so these slots alone are read and compared with
+   their checksums (`checks`). Power cut: older ones may be torn too,
    and then are found wrong when they are read;
 3. the old header is there and part of the new block: only after a power cut, or with a device that reorders.
    Found wrong when it is read.
@@ -24,11 +25,11 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.tiers import file_extents, file_format
+from kvtier.tiers import file_extents, file_format, file_runs
 from kvtier.tiers.file_extents import Extent
 from kvtier.tiers.file_format import HEADER_BYTES, ROW_DTYPE, Catalogue, Rows, TableEntry
 from kvtier.tiers.file_medium import Medium
-from kvtier.tiers.file_runs import Move, read_run
+from kvtier.tiers.file_runs import RUN_BYTES, Move
 from kvtier.tiers.file_threads import WINDOW_BYTES, Job, Scratch
 from kvtier.types import PAGE_SIZE_BYTES, BlockRecord, Slot, whole_pages
 
@@ -91,7 +92,7 @@ class Recovery:
             page = table[begin : begin + PAGE_SIZE_BYTES]
             entry = file_format.read_table_entry(self.medium.number, number, page)
             extent = self.extents[number]
-            if entry is not None and PAGE_SIZE_BYTES < entry.slot_bytes <= self.medium.extent_bytes:
+            if entry is not None and file_format.may_serve(entry.slot_bytes, self.medium.extent_bytes):
                 entries[number] = entry
                 extent.slot_bytes, extent.generation, extent.epoch = (
                     entry.slot_bytes,
@@ -154,7 +155,7 @@ class Recovery:
                 header = file_format.read_header(self.medium.number, page[:HEADER_BYTES].tobytes())
                 if header is not None and (youngest is None or header.position > youngest.position):
                     youngest = header
-        if youngest is None or not PAGE_SIZE_BYTES < youngest.place.slot_bytes <= self.medium.extent_bytes:
+        if youngest is None or not file_format.may_serve(youngest.place.slot_bytes, self.medium.extent_bytes):
             return False
         extent = self.extents[number]
         extent.slot_bytes, extent.generation = youngest.place.slot_bytes, youngest.place.generation
@@ -164,37 +165,39 @@ class Recovery:
 
     def checks(self) -> list[Job]:
         """Compare the blocks that may have been written when the process was killed with their checksums."""
-        fields = {number: _fields(self.extents[number]) for number in self.scanned}
-        for its in fields.values():
-            if len(its):
+        for extent in self.extents:
+            if extent.rows and len(its := _fields(extent)):
                 self.position = max(self.position, int((its["position"] + its["slot_bytes"]).max()))
-        floor = max(0, self.position - WINDOW_BYTES)
-        recent = [
-            (number, its["offset_bytes"][its["position"] >= floor].tolist()) for number, its in fields.items()
-        ]
-        return [
-            lambda scratch, number=number, offset=offset: self._check(number, offset, scratch)  # type: ignore[misc]
-            for number, offsets in recent
-            for offset in offsets
-        ]
+        floor = max(0, self.position - WINDOW_BYTES, self._settled())
+        jobs: list[Job] = []
+        for number in self.scanned:
+            its = _fields(self.extents[number])
+            offsets: list[int] = its["offset_bytes"][its["position"] >= floor].tolist()
+            step = max(1, RUN_BYTES // max(1, self.extents[number].slot_bytes))
+            for first in range(0, len(offsets), step):
+                some = offsets[first : first + step]
+                jobs.append(lambda scratch, number=number, some=some: self._check(number, some, scratch))  # type: ignore[misc]
+        return jobs
 
-    def _check(self, number: int, offset_bytes: int, scratch: Scratch) -> None:
+    def _settled(self) -> int:
+        """Before this position all writes had ended when the node wrote its latest checkpoint."""
+        return max((c.position for c in self.catalogues if c is not None), default=0)
+
+    def _check(self, number: int, offsets: Sequence[int], scratch: Scratch) -> None:
         extent = self.extents[number]
         stripe, begin = self.medium.place(number)
-        index = (offset_bytes - number * self.medium.extent_bytes) // extent.slot_bytes
-        row = bytes(extent.rows[index * HEADER_BYTES : (index + 1) * HEADER_BYTES])
-        header = file_format.unpack_row(row)
-        memory = memoryview(mmap.mmap(-1, whole_pages(header.record.block_bytes)))
-        move = Move(
-            0,
-            stripe,
-            begin + index * extent.slot_bytes,
-            header.place,
-            header.record,
-            memory[: header.record.block_bytes],
-        )
-        if read_run([move], self.medium.number, scratch):
-            self._discard(number, index)
+        moves: list[Move] = []
+        for offset_bytes in offsets:
+            index = (offset_bytes - number * self.medium.extent_bytes) // extent.slot_bytes
+            header = file_format.unpack_row(extent.row(index))
+            size_bytes = header.record.block_bytes
+            memory = memoryview(mmap.mmap(-1, whole_pages(size_bytes)))[:size_bytes]
+            form = file_format.form_of(extent.row(index), size_bytes)
+            where = begin + index * extent.slot_bytes
+            moves.append(Move(index, stripe, where, header.place, header.record, memory, form))
+        for run in file_runs.runs(moves):
+            for index in file_runs.read_run(run, self.medium.number, scratch):
+                self._discard(number, index)
 
     def _discard(self, number: int, index: int) -> None:
         self.extents[number].set_row(index, None)

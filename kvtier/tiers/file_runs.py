@@ -3,6 +3,8 @@
 A **move** is one block; a **run** is moves whose slots follow each other. A slot is a header page, the
 block's whole pages, and one more page where the block does not end with one. Whole pages that lie on whole
 pages of the caller's memory go there directly; the rest passes through the thread's scratch memory.
+
+Where a codec's payload stands for the block, the slot is not full, so such a move is the last one of its run.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from typing import Final
 import numpy as np
 import xxhash
 
+from kvtier import logs
+from kvtier.codecs import codec_of
+from kvtier.errors import Corruption
 from kvtier.tiers import file_format
-from kvtier.tiers.file_format import HEADER_BYTES, Place
+from kvtier.tiers.file_format import CODEC_RAW, HEADER_BYTES, Form, Place
 from kvtier.tiers.file_io import Stripe
 from kvtier.tiers.file_threads import SCRATCH_BYTES, Scratch
 from kvtier.types import PAGE_SIZE_BYTES, BlockRecord, whole_pages
@@ -26,6 +31,8 @@ MAX_RUN_MOVES: Final = 256
 """Three buffers each: below the kernel's bound of 1024 for a call."""
 _COPY_BYTES: Final = 256 << 10
 _MAX_BUFFERS: Final = 1000
+
+_log = logs.get("file")
 
 
 @dataclass(slots=True)
@@ -40,6 +47,10 @@ class Move:
         Where the slot begins in `stripe`; `place` has where it begins in the tier.
     memory
         `record.block_bytes` long.
+    form
+        What stands behind the header.
+    payload
+        To be written, where that is not the block itself.
     header
         What to write, or what was read.
     """
@@ -50,12 +61,17 @@ class Move:
     place: Place
     record: BlockRecord
     memory: memoryview
+    form: Form
+    payload: bytes = b""
     header: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
 
     @property
     def is_full(self) -> bool:
         """The slot has no pages that are not used: the next slot's header follows at once."""
-        return PAGE_SIZE_BYTES + whole_pages(self.record.block_bytes) == self.place.slot_bytes
+        return (
+            self.form.codec == CODEC_RAW
+            and PAGE_SIZE_BYTES + whole_pages(self.record.block_bytes) == self.place.slot_bytes
+        )
 
 
 def runs(moves: Iterable[Move]) -> list[list[Move]]:
@@ -86,28 +102,49 @@ def read_run(run: Sequence[Move], medium: bytes, scratch: Scratch) -> list[int]:
     The checksum is computed here, while the bytes are in this core's cache.
     """
     vector = _Vector(run[0].stripe, run[0].offset_bytes, scratch, writing=False)
+    payload = memoryview(b"")
     for move in run:
         vector.add(memoryview(move.header), PAGE_SIZE_BYTES)
-        vector.add_block(move.memory)
+        if move.form.codec == CODEC_RAW:
+            vector.add_block(move.memory)
+        else:
+            assert move is run[-1], "two payloads would share their memory"
+            payload = scratch.payload(whole_pages(move.form.payload_bytes))
+            vector.add_block(payload)
     vector.go()
-    return [move.number for move in run if not _is_right(move, medium)]
+    return [move.number for move in run if not _is_right(move, medium, payload)]
 
 
 def write_run(run: Sequence[Move], scratch: Scratch) -> None:
-    """Write the moves' headers and memory."""
+    """Write the moves' headers, and their memory or payload."""
     vector = _Vector(run[0].stripe, run[0].offset_bytes, scratch, writing=True)
     for move in run:
         vector.add(memoryview(move.header), PAGE_SIZE_BYTES)
-        vector.add_block(move.memory)
+        if move.form.codec == CODEC_RAW:
+            vector.add_block(move.memory)
+        else:
+            assert move is run[-1], "two payloads would share their memory"
+            pages = scratch.payload(whole_pages(len(move.payload)))
+            pages[: len(move.payload)] = move.payload
+            pages[len(move.payload) :] = bytes(len(pages) - len(move.payload))
+            move.payload = b""  # the call may have many more: what is copied is not kept until its end
+            vector.add_block(pages)
     vector.go()
 
 
-def _is_right(move: Move, medium: bytes) -> bool:
+def _is_right(move: Move, medium: bytes, payload: memoryview) -> bool:
     header = file_format.read_header(medium, move.header)
-    return (
-        file_format.says(header, move.record, move.place)
-        and xxhash.xxh3_128_digest(move.memory) == move.record.checksum
-    )
+    if not file_format.says(header, move.record, move.place, move.form):
+        return False
+    if move.form.codec != CODEC_RAW:
+        try:
+            codec_of(move.form.codec).decode(payload[: move.form.payload_bytes], move.memory)
+        except Corruption:
+            return False
+        except Exception as error:  # a library that fails, or is not there; perhaps while the node starts
+            _log.warning("a codec failed: a block is a miss", codec=move.form.codec, error=repr(error))
+            return False
+    return xxhash.xxh3_128_digest(move.memory) == move.record.checksum
 
 
 class _Vector:

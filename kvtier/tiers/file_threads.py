@@ -21,8 +21,15 @@ from kvtier.errors import TierFault
 WINDOW_BYTES: Final = 64 << 20
 SCRATCH_BYTES: Final = 2 << 20
 """Page-aligned memory of each thread: headers, and what lies unaligned in the caller's memory."""
+KEPT_PAYLOAD_BYTES: Final = 8 << 20
+"""A thread keeps memory for a payload of this size; for a larger one it takes some each time."""
+
+RATED_FROM_BYTES: Final = 64 << 10
+RATED_BYTES: Final = 16 << 20
+"""A rate is measured over so much, and moves that are smaller than the other do not count."""
 
 _REFUSAL_POLL_S: Final = 0.05
+_RATE_WEIGHT: Final = 0.25
 
 _log = logs.get("file")
 
@@ -131,6 +138,12 @@ class Positions:
             self._under_way.add(position)
             return position
 
+    @property
+    def settled(self) -> int:
+        """Every write at a lower position has ended."""
+        with self._ended:
+            return min(self._under_way, default=self.next)
+
     def end(self, position: int) -> None:
         """That write is over, or has failed."""
         with self._ended:
@@ -143,6 +156,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._memory: memoryview | None = None
+        self._payload = memoryview(b"")
 
     @property
     def memory(self) -> memoryview:
@@ -150,6 +164,59 @@ class Scratch:
         if self._memory is None:
             self._memory = memoryview(mmap.mmap(-1, SCRATCH_BYTES))
         return self._memory
+
+    def payload(self, size_bytes: int) -> memoryview:
+        """So much for one codec's payload, smaller than its block; mostly the same memory each time."""
+        if size_bytes > KEPT_PAYLOAD_BYTES:
+            return memoryview(mmap.mmap(-1, size_bytes))
+        if len(self._payload) < size_bytes:
+            self._payload = memoryview(mmap.mmap(-1, size_bytes))
+        return self._payload[:size_bytes]
+
+
+class Rate:
+    """What a medium moves a second while anything is asked of it, by its latest large moves. Thread-safe."""
+
+    def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
+        self.bytes_per_s = 0.0
+        self._clock_s = clock_s
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._since_s = 0.0
+        self._busy_s = 0.0
+        self._moved_bytes = 0
+
+    @contextmanager
+    def moving(self, size_bytes: int) -> Iterator[None]:
+        """Inside, so much is moved; moves that are small or fail say nothing of a rate and are left out."""
+        if size_bytes < RATED_FROM_BYTES:
+            yield
+            return
+        with self._lock:
+            if not self._under_way:
+                self._since_s = self._clock_s()
+            self._under_way += 1
+        has_moved = False
+        try:
+            yield
+            has_moved = True
+        finally:
+            with self._lock:
+                self._under_way -= 1
+                now_s = self._clock_s()
+                if has_moved:
+                    self._moved_bytes += size_bytes
+                    self._busy_s += now_s - self._since_s
+                self._since_s = now_s
+                if self._moved_bytes >= RATED_BYTES:
+                    self._learn()
+
+    def _learn(self) -> None:
+        seen = self._moved_bytes / max(self._busy_s, 1e-9)
+        known = self.bytes_per_s or seen
+        # Times are what adds up, so it is they that are averaged.
+        self.bytes_per_s = 1 / ((1 - _RATE_WEIGHT) / known + _RATE_WEIGHT / seen)
+        self._moved_bytes, self._busy_s = 0, 0.0
 
 
 Job = Callable[[Scratch], None]

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.codecs import CODEC_NAMES, MIN_GAIN, codec_of, make_codec
-from kvtier.codecs.frame import CHUNK_BYTES_LOG2
+from kvtier.codecs.frame import ANY_ELEMENTS, CHUNK_BYTES_LOG2
 from kvtier.codecs.planes import FILTERS, PlaneFilter
 from kvtier.errors import ConfigError, Corruption
 from tests.codecs.blocks import CODECS, bfloat16, decoded, float32, fp8, frame_codec
@@ -209,6 +209,22 @@ def test_bombs_cost_a_chunk(wire_id: int, bomb: Callable[[], bytes]) -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize(("window_log", "is_allowed"), [(18, True), (20, True), (21, False), (27, False)])
+def test_a_frame_has_no_larger_window_than_a_chunk(window_log: int, is_allowed: bool) -> None:
+    """The window is allocated at the frame's word, where Python does not see it, and kept."""
+    block = bfloat16(1000) * 100
+    parameters = zstandard.ZstdCompressionParameters(window_log=window_log, write_content_size=False)
+    compressing = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    frame = compressing.compress(block) + compressing.flush()
+    assert zstandard.get_frame_parameters(frame).window_size == 1 << window_log
+    payload = forged(2, len(block), frame)
+    if is_allowed:
+        assert decoded(frame_codec("zstd", 2), payload, len(block)) == block
+        return
+    with pytest.raises(Corruption, match="too much memory"):
+        decoded(frame_codec("zstd", 2), payload, len(block))
+
+
 def test_tables_that_promise_too_much() -> None:
     """Sizes whose sum overflows 32 bits, a chunk of four bytes, a chunk of 2^255."""
     size_bytes = 2 * CHUNK
@@ -297,3 +313,32 @@ def test_one_codec_in_many_threads(name: str) -> None:
     for thread in threads:
         thread.join()
     assert not faults
+
+
+@pytest.mark.parametrize("name", ["lz4", "zstd"])
+@given(
+    pieces=st.lists(
+        st.one_of(
+            st.binary(max_size=40),
+            st.builds(bytes, st.integers(0, 5000)),
+            st.builds(bfloat16, st.integers(0, 9000), st.integers(0, 9)),
+            st.builds(float32, st.integers(0, 900), st.integers(0, 9)),
+            st.builds(fp8, st.integers(0, 4001), st.integers(0, 9)),
+        ),
+        max_size=6,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_elements_that_are_not_told_are_found_out(name: str, pieces: list[bytes]) -> None:
+    codec = frame_codec(name, ANY_ELEMENTS)
+    for block in (*pieces, b"".join(pieces)):
+        payload = codec.encode([memoryview(block)])[0]
+        assert payload is None or decoded(codec, payload, len(block)) == block
+
+
+@pytest.mark.parametrize(
+    ("block", "element_bytes"), [(fp8(CHUNK), 1), (bfloat16(CHUNK), 2), (float32(CHUNK), 4)]
+)
+def test_elements_that_are_not_told_compress_as_if_they_were(block: bytes, element_bytes: int) -> None:
+    told = payload_of("zstd", element_bytes, block)
+    assert len(payload_of("zstd", ANY_ELEMENTS, block)) == len(told)

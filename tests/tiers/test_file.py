@@ -1,14 +1,15 @@
-"""The file tier as every tier has to be: one directory, several, a loop device, a plain file."""
+"""The file tier as every tier has to be: one directory, several, a loop device, a plain file, every codec."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvtier.testing.faulty_tier import FaultyTier
 from kvtier.testing.tier_tests import MakeTier, TierTests
+from tests.codecs.blocks import bfloat16
 from tests.tiers.file_harness import CAP, loop_device, make_file_tier
 
 
@@ -43,3 +44,14 @@ class TestFaultyTier(TierTests):
     @pytest.fixture
     def make_tier(self, tmp_path: Path) -> MakeTier:
         return lambda: FaultyTier(make_file_tier(tmp_path / "tier"))
+
+
+class TestCodecs(TierTests):
+    @pytest.fixture(params=["lz4", "zstd", "auto"])
+    def make_tier(self, tmp_path: Path, request: pytest.FixtureRequest) -> MakeTier:
+        return lambda: make_file_tier(tmp_path / "tier", codec=request.param)
+
+    @pytest.fixture
+    def content(self) -> Callable[[int], bytes]:
+        seeds = iter(range(10**6))
+        return lambda count: bfloat16(-(-count // 2), next(seeds))[:count]

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import random
 import stat
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import AlreadyRunning, ConfigError, ResourceShortage
 from kvtier.tiers import file_format, file_medium
-from kvtier.tiers.file_format import HEADER_BYTES, Superblock
+from kvtier.tiers.file_format import HEADER_BYTES, ROW_DTYPE, Catalogue, Superblock
 from tests.tiers.file_harness import (
     BLOCK,
     CAP,
@@ -105,7 +107,9 @@ async def test_a_block_that_looks_like_a_header_is_none(path: Path) -> None:
     for page in range(0, BLOCK, 4096):
         place = file_format.Place(page + 4096, 8 * KIB, 2)
         record = blocks.records[0]
-        forged[page : page + HEADER_BYTES] = file_format.pack_header(bytes(16), record, place, 10**6)
+        forged[page : page + HEADER_BYTES] = file_format.pack_header(
+            bytes(16), record, place, file_format.raw_form(BLOCK), 10**6
+        )
         real = medium.get(medium.offset_of(blocks.slots[0]), HEADER_BYTES)
         forged[page + 512 : page + 512 + HEADER_BYTES] = real
     async with opened(path) as tier:
@@ -213,6 +217,95 @@ async def test_a_stale_catalogue_is_noticed(path: Path) -> None:
     medium.put(begin, old)
     async with opened(path) as tier:
         assert found_by(tier) == [*fresh.pairs(), *blocks.pairs()[2:]]
+
+
+def forge_catalogues(medium: Medium, change: Callable[[Catalogue], Catalogue]) -> None:
+    """As somebody can who knows the medium's number: checksums are right."""
+    key = medium.superblock.medium
+    begin, size_bytes = medium.catalogues
+    for area in (begin, begin + size_bytes // 2):
+        catalogue = file_format.read_catalogue(key, memoryview(medium.get(area, size_bytes // 2)))
+        if catalogue is not None:
+            medium.put(area, change(catalogue).pack(key))
+
+
+@pytest.mark.parametrize("name", ["epoch", "position", "written_bytes", "day", "day_begin_bytes"])
+async def test_numbers_that_overflow_are_damage(path: Path, name: str) -> None:
+    blocks = await stored(path, 40)
+    medium = Medium(path)
+    key = medium.superblock.medium
+    forge_catalogues(medium, lambda catalogue: replace(catalogue, **{name: 2**64 - 1}))
+    offset_bytes = medium.offset_of(blocks.slots[3])
+    header = file_format.read_header(key, medium.get(offset_bytes, HEADER_BYTES))
+    assert header is not None
+    forged = file_format.pack_header(key, header.record, header.place, header.form, 2**64 - 1)
+    medium.put(offset_bytes, forged)
+    page = medium.table[0] + 4096 * blocks.slots[39].extent
+    entry = file_format.read_table_entry(key, blocks.slots[39].extent, memoryview(medium.get(page, 4096)))
+    assert entry is not None
+    entry = entry._replace(epoch=2**64 - 1)
+    medium.put(page, file_format.pack_table_entry(key, blocks.slots[39].extent, entry))
+    for _ in range(2):
+        async with opened(path) as tier:
+            left = found_by(tier)
+            assert set(left) >= set(blocks.pairs()[4:])
+            assert set(await blocks.wrong(tier)) <= {3}
+            assert 0 <= tier.written_today_bytes < 2**40
+            await (await Blocks(2, seed=7).write(tier, first=60)).wrong(tier)
+            await tier.checkpoint()
+            await abandon(tier)
+
+
+@pytest.mark.parametrize("has_page", [True, False])
+async def test_a_slot_size_that_none_has_is_damage(path: Path, has_page: bool) -> None:
+    """Read at its word, it would look like a device that fails."""
+    blocks = await stored(path, 20)
+    medium = Medium(path)
+    key = medium.superblock.medium
+    forge_catalogues(medium, lambda catalogue: replace(catalogue, rows=catalogue.rows[:0]))
+    extent = blocks.slots[8].extent
+    offset_bytes = medium.offset_of(blocks.slots[8])
+    header = file_format.read_header(key, medium.get(offset_bytes, HEADER_BYTES))
+    assert header is not None
+    place = header.place._replace(slot_bytes=16 * KIB + 100)
+    medium.put(offset_bytes, file_format.pack_header(key, header.record, place, header.form, 10**9))
+    entry = file_format.TableEntry(16 * KIB + 100, 1, 1)
+    page = file_format.pack_table_entry(key, extent, entry) if has_page else b"damaged".ljust(4096)
+    medium.put(medium.table[0] + 4096 * extent, page)
+    async with opened(path) as tier:
+        assert set(found_by(tier)) == {pair for pair in blocks.pairs() if pair[0].extent != extent}
+        again = await Blocks(20, seed=2).write(tier)
+        assert await again.wrong(tier) == []
+
+
+def _moved(by: int) -> Callable[[Catalogue], Catalogue]:
+    def change(catalogue: Catalogue) -> Catalogue:
+        rows = catalogue.rows.copy()
+        rows.view(ROW_DTYPE)["offset_bytes"][-1] += np.uint64(by % 2**64)
+        return replace(catalogue, rows=rows)
+
+    return change
+
+
+def _turned(catalogue: Catalogue) -> Catalogue:
+    return replace(catalogue, rows=catalogue.rows[::-1].copy())
+
+
+def _short(catalogue: Catalogue) -> Catalogue:
+    return replace(catalogue, rows=catalogue.rows[:-1])
+
+
+@pytest.mark.parametrize(
+    "change", [_moved(2**63), _moved(-(2**40)), _moved(EXTENT), _moved(100), _turned, _short]
+)
+async def test_a_catalogue_of_impossible_places_is_not_used(
+    path: Path, change: Callable[[Catalogue], Catalogue]
+) -> None:
+    blocks = await stored(path, 20)
+    forge_catalogues(Medium(path), change)
+    async with opened(path) as tier:
+        assert found_by(tier) == blocks.pairs()
+        assert await blocks.wrong(tier) == []
 
 
 async def test_a_catalogue_that_lies_is_found_out_when_it_is_read(path: Path) -> None:

@@ -304,6 +304,50 @@ async def test_a_checkpoint_of_nothing_new_writes_nothing(tier: FileTier) -> Non
     assert tier.written_bytes > dropped_bytes > written_bytes
 
 
+async def test_a_checkpoint_that_failed_is_made_up_for(tier: FileTier, device: Device) -> None:
+    blocks = await Blocks(3).write(tier)
+    await tier.checkpoint()
+    await tier.drop(blocks.slots[:1])
+    device.errors["flush"] = errno.EIO
+    with pytest.raises(TierFault):
+        await tier.checkpoint()
+    device.errors.clear()
+    await come_back(tier)
+    before_bytes = tier.written_bytes
+    await tier.checkpoint()
+    assert tier.written_bytes > before_bytes
+
+
+async def test_a_checkpoint_leaves_out_what_changes_and_nothing_else(tmp_path: Path, device: Device) -> None:
+    async with opened(tmp_path / "tier", calls=device.calls, threads=4) as tier:
+        blocks = await Blocks(3).write(tier)
+        await tier.checkpoint()
+        device.stop("read")
+        reading = asyncio.create_task(blocks.wrong(tier))
+        await until(lambda: device.waiting, "the read is on its way")
+        before_bytes = tier.written_bytes
+        await tier.checkpoint()
+        assert tier.written_bytes == before_bytes, "a read changes nothing"
+        device.go()
+        assert await reading == []
+        device.stop("flush")
+        dropping = asyncio.create_task(tier.drop(blocks.slots[:1]))
+        await until(lambda: device.waiting, "the drop is on its way")
+        left_out = asyncio.create_task(tier.checkpoint())
+        await asyncio.sleep(0)
+        device.go()
+        await asyncio.gather(dropping, left_out)
+        before_bytes = tier.written_bytes
+        await tier.checkpoint()
+        assert tier.written_bytes > before_bytes, "the extent was left out, and is in it now"
+        before_bytes = tier.written_bytes
+        await tier.checkpoint()
+        assert tier.written_bytes == before_bytes
+        await abandon(tier)
+    async with opened(tmp_path / "tier") as tier:
+        assert found_by(tier) == blocks.pairs()[1:]
+
+
 async def test_a_device_that_stops_before_the_start_and_at_the_end_holds_nobody_up(
     tmp_path: Path, device: Device
 ) -> None:
