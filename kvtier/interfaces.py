@@ -314,6 +314,14 @@ class Index(ABC):
         """Disconnect; idempotent."""
 
 
+@runtime_checkable
+class Dated(Protocol):
+    """An index whose server tells the time."""
+
+    def now_s(self) -> float | None:
+        """The server's wall clock, to about a second; None where it has not been heard yet."""
+
+
 class Codec(ABC):
     """How a block's bytes are made smaller, for a medium or a link that is slower than doing so.
 

@@ -62,6 +62,8 @@ class Sample:
         Whether the index answered last time; None where there is none.
     unpublished
         Changes that the index has not been told yet.
+    clock_ahead_s
+        This machine's wall clock before the index's; None where that is not known.
     """
 
     counters: Mapping[str, int]
@@ -77,6 +79,7 @@ class Sample:
     peers: Mapping[str, int] = field(default_factory=dict)
     index_up: bool | None = None
     unpublished: int = 0
+    clock_ahead_s: float | None = None
 
 
 class Metrics:
@@ -231,6 +234,12 @@ def _remote(sample: Sample) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "kvtier_unpublished", "Changes that the index has not been told yet", value=sample.unpublished
     )
+    if sample.clock_ahead_s is not None:
+        yield GaugeMetricFamily(
+            "kvtier_clock_ahead_seconds",
+            "This machine's clock before the index's, to about a second",
+            value=sample.clock_ahead_s,
+        )
 
 
 class MetricsServer:

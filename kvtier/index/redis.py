@@ -102,11 +102,16 @@ class RedisIndex(Index):
         self._odd_records = 0
         self._listed_at_s = -float("inf")
         self._clock_offset_s = 0.0
+        self._has_heard_time = False
 
     @property
     def garbage(self) -> int:
         """See `Index`."""
         return self._resolver.garbage + self._odd_records
+
+    def now_s(self) -> float | None:
+        """See `Dated`."""
+        return time.monotonic() + self._clock_offset_s if self._has_heard_time else None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.address})"
@@ -191,6 +196,7 @@ class RedisIndex(Index):
         if not isinstance(answer, list) or len(answer) != 2 or not isinstance(answer[1], list):
             raise self._odd("list the nodes")
         self._clock_offset_s = _number(answer[0]) - time.monotonic()
+        self._has_heard_time = True
         ids = codec.decode_ids(answer[1])
         requests = [
             Request(

@@ -15,13 +15,15 @@ from typing import Final, TypeVar
 from kvtier import logs
 from kvtier.config import Config
 from kvtier.errors import Fenced, KvtierError
-from kvtier.interfaces import Index
+from kvtier.interfaces import Dated, Index
 from kvtier.types import NodeRecord
 
 LIST_EVERY_S: Final = 1.0
 """How often the nodes are listed, at most as long as a heartbeat: a dead one leaves so soon after its end."""
 FIRST_RETRY_S: Final = 0.1
 LEAVE_TIMEOUT_S: Final = 1.0
+MAX_CLOCK_APART_S: Final = 30.0
+"""Beyond it a wrong clock is told. Sharing does not depend on it, but certificates and logs do."""
 
 T = TypeVar("T")
 
@@ -64,6 +66,8 @@ class Membership:
         Whether the index answered last time.
     last_error
         Why not, otherwise empty.
+    clock_ahead_s
+        How far this node's wall clock is before the index's; None where that is not known.
     """
 
     def __init__(
@@ -84,6 +88,8 @@ class Membership:
         self.is_up = is_registered
         self.is_fenced = False
         self.last_error = ""
+        self.clock_ahead_s: float | None = None
+        self._is_clock_told = False
         self._index = index
         self._record_now = record_now
         self._config = config
@@ -173,7 +179,20 @@ class Membership:
         now_s = self._clock()
         me = self._record_now().node
         self._seen = {record.node: _Seen(record, now_s) for record in records if record.node != me}
+        self._compare_clocks()
         self._tell()
+
+    def _compare_clocks(self) -> None:
+        index_s = self._index.now_s() if isinstance(self._index, Dated) else None
+        self.clock_ahead_s = None if index_s is None else time.time() - index_s
+        is_apart = self.clock_ahead_s is not None and abs(self.clock_ahead_s) > MAX_CLOCK_APART_S
+        if is_apart and not self._is_clock_told:
+            log.warning(
+                "this machine's clock is not that of the index: blocks are shared all the same, but "
+                "certificates and times in logs are off; set the clocks by NTP",
+                ahead_s=round(self.clock_ahead_s or 0.0),
+            )
+        self._is_clock_told = is_apart
 
     def _failed(self, operation: str, error: str) -> None:
         if self.is_up or not self.last_error:

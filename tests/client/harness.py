@@ -61,10 +61,12 @@ class DaemonProcess:
         self.process: subprocess.Popen[bytes]
         self.start()
 
-    def start(self) -> None:
+    def start(self, program: str | None = None) -> None:
+        """Anew; this once by another `program`, if given."""
+        command = self._command if program is None else [sys.executable, "-c", program]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self._command,
+                command,
                 env=self._environment,
                 stdout=log,
                 stderr=log,

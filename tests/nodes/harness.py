@@ -34,7 +34,7 @@ LOAD_FLOOR_S = 3.0
 BOUND_S = LOOKUP_TIMEOUT_S + 2 * LOAD_FLOOR_S + 4.0
 """A lookup and a load end within this, whatever happens."""
 
-_CLOCK = """
+WRONG_CLOCK = """
 import sys, time, types
 import kvtier.daemon
 from kvtier.cli.main import main
@@ -48,6 +48,18 @@ sys.argv = ["kvtier", "serve"]
 main()
 """
 """A daemon whose wall clock is wrong. (gRPC's is left right: it takes the time from two sources.)"""
+
+OTHER_PROTOCOL = """
+import sys
+import kvtier.daemon
+from kvtier.cli.main import main
+for name, module in list(sys.modules.items()):
+    if name.startswith("kvtier") and hasattr(module, "PROTOCOL_VERSION"):
+        module.PROTOCOL_VERSION += 1
+sys.argv = ["kvtier", "serve"]
+main()
+"""
+"""A daemon of the next protocol version."""
 
 names = (f"shared {number}" for number in itertools.count())
 
@@ -196,7 +208,7 @@ class Node:
             "pull_floor_s": LOAD_FLOOR_S,
             "scrub_bytes_per_s": 0,
         }
-        command = _CLOCK.format(offset_s=clock_offset_s) if clock_offset_s else None
+        command = WRONG_CLOCK.format(offset_s=clock_offset_s) if clock_offset_s else None
         self.daemon = DaemonProcess(home, shm, program=command, **(values | options))
         self.engine = Engine(
             self.daemon.socket,

@@ -14,7 +14,7 @@ import pytest
 
 from kvtier.client import AdminClient
 from tests.client.harness import until
-from tests.nodes.harness import HEARTBEAT_S, Node, Valkey, nothing_is_held, prompt
+from tests.nodes.harness import HEARTBEAT_S, OTHER_PROTOCOL, Node, Valkey, nothing_is_held, prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -263,6 +263,30 @@ def test_a_node_whose_clock_is_an_hour_off(make_node: Make) -> None:
     third.fetches_all(keys, wanted)
     time.sleep(5 * HEARTBEAT_S)
     assert len(asker.peers()) == 2
+    for node, ahead_s in ((owner, HOUR_S), (asker, 0.0), (third, -HOUR_S)):
+        assert node.metric("kvtier_clock_ahead_seconds") == pytest.approx(ahead_s, abs=5.0)
+        assert ("clock is not that of the index" in node.log()) == bool(ahead_s)
+
+
+def test_a_peer_of_another_protocol_version(make_node: Make) -> None:
+    """Rolling upgrades: the two see each other, share nothing, and say why; later they share."""
+    owner, asker = pair(make_node, transfer="stream")
+    keys = prompt(BLOCKS)
+    wanted = owner.store(keys, range(BLOCKS))
+    owner.daemon.kill()
+    owner.daemon.start(OTHER_PROTOCOL)
+    until(lambda: owner.peers() and asker.peers(), "the two nodes see each other")
+    for node in (owner, asker):
+        until(lambda node=node: node.peers()[0].last_error, "it is said why nothing is shared")  # type: ignore[misc]
+        assert "protocol" in node.peers()[0].last_error
+        assert node.metric("kvtier_peers", state="failing") == 1
+        assert "protocol" in node.log()
+    loaded, took_s = asker.fetch(keys, wanted)
+    assert (loaded, took_s < 2.0) == (0, True)
+    owner.daemon.kill()
+    owner.daemon.start()
+    wanted = owner.store(keys, range(BLOCKS))
+    asker.fetches_all(keys, wanted)
 
 
 def test_two_daemons_of_one_identity(make_node: Make) -> None:
