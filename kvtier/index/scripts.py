@@ -24,6 +24,8 @@ MAX_NODES: Final = 1024
 FORGET_NODES_S: Final = 3600
 """A node that has been silent so long is no longer among those that are looked for."""
 MAX_OWNER_BYTES: Final = 128
+FORGET_OWNERS_S: Final = 30 * 86_400
+"""An identity that nobody has used for so long is forgotten. A node's own disk knows its incarnation too."""
 
 _ENTRIES: Final = """
 local function number(at, value) local low, high = struct.unpack('<I4I3', value, at)
@@ -116,7 +118,7 @@ local known, instance = owner(KEYS[1])
 local mine = tonumber(ARGV[1])
 local function settle(incarnation, record, list)
   local number = string.format('%.0f', incarnation)
-  redis.call('SET', KEYS[1], number .. ' ' .. ARGV[2])
+  redis.call('SET', KEYS[1], number .. ' ' .. ARGV[2], 'EX', FORGET_OWNERS_S)
   redis.call('SET', record, ARGV[1] .. ' ' .. ARGV[3], 'PX', ARGV[4])
   local now = tonumber(redis.call('TIME')[1])
   if type(redis.pcall('ZADD', list, now, ARGV[5])) ~= 'number' then
@@ -168,7 +170,7 @@ redis.pcall('ZREM', KEYS[3], ARGV[5])
 return 1
 """
 )
-"""As `REGISTER`. The owner stays known, so that incarnations never go back."""
+"""As `REGISTER`. The owner stays known for `FORGET_OWNERS_S`, so that incarnations never go back."""
 
 NODES: Final = """
 local found = redis.pcall('ZREVRANGE', KEYS[1], 0, MAX_NODES - 1)
@@ -186,6 +188,7 @@ _CONSTANTS: Final = {
     "MAX_TTL_S": MAX_TTL_S,
     "MAX_NODES": MAX_NODES,
     "FORGET_NODES_S": FORGET_NODES_S,
+    "FORGET_OWNERS_S": FORGET_OWNERS_S,
     "MAX_OWNER_BYTES": MAX_OWNER_BYTES,
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.index import codec, open_index
+from kvtier.index.scripts import FORGET_OWNERS_S
 from kvtier.testing.index_tests import begin, blocks_of, eventually, record_of
 from kvtier.types import TierKind
 from tests.index.conftest import MakeConfig
@@ -12,7 +13,7 @@ from tests.index.servers import Server
 
 
 async def test_nothing_but_the_incarnation(valkey: Server, make_config: MakeConfig) -> None:
-    """Blocks that nobody renews, and a node that is silent, are gone from memory; its number stays."""
+    """Blocks that nobody renews, and a node that is silent, are gone from memory; its number stays for a month."""
     config = make_config(index=valkey.url, index_ttl_s=1.0, dead_after_s=0.5)
     index, client = open_index(config), valkey.client()
     await index.open()
@@ -68,4 +69,20 @@ async def test_silent_nodes_leave_the_list(valkey: Server, make_config: MakeConf
     client.zadd(keys.nodes(), {"a" * 32: now_s - 3700, "b" * 32: now_s - 3500, "c" * 32: now_s + 3700})
     await index.heartbeat(record)
     assert set(client.zrange(keys.nodes(), 0, -1)) == {record.node.encode(), b"b" * 32}
+    await index.close()
+
+
+async def test_identities_that_nobody_uses_are_forgotten(valkey: Server, make_config: MakeConfig) -> None:
+    """Not before a month, and each heartbeat begins it anew; a node's own disk knows its number longer."""
+    config = make_config(index=valkey.url)
+    index, client = open_index(config), valkey.client()
+    await index.open()
+    record = await begin(index, record_of(1))
+    owner = codec.Keys(config.index_prefix).node(record.node)[0]
+    for renew in (index.register, index.heartbeat):
+        client.expire(owner, 100)
+        await renew(record)
+        assert FORGET_OWNERS_S - 5 <= client.ttl(owner) <= FORGET_OWNERS_S
+    await index.leave(record)
+    assert client.ttl(owner) > 0
     await index.close()
