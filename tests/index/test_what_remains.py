@@ -13,7 +13,7 @@ from tests.index.servers import Server
 
 
 async def test_nothing_but_the_incarnation(valkey: Server, make_config: MakeConfig) -> None:
-    """Blocks that nobody renews, and a node that is silent, are gone from memory; its number stays for a month."""
+    """Blocks that nobody renews, and a node that is silent, are gone from memory; its number stays longer."""
     config = make_config(index=valkey.url, index_ttl_s=1.0, dead_after_s=0.5)
     index, client = open_index(config), valkey.client()
     await index.open()
