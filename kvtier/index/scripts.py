@@ -43,7 +43,10 @@ local function others(value)
     if expiry > now and expiry <= now + MAX_TTL_S then
       local is_younger = false
       local own = string.sub(value, at, at + 7) == tag
-      if own then is_younger = number(at + 8, value) > mine end
+      if own then
+        local its = number(at + 8, value)
+        is_younger = its > mine and its < MAX_INCARNATION
+      end
       if is_younger then younger = true end
       if is_younger or not own then
         kept[#kept + 1] = string.sub(value, at, at + 19)

@@ -33,6 +33,8 @@ FIND_GROWTH: Final = 4
 """A lookup asks the index for few keys first, then for so many times as many: most tails are nowhere."""
 GARBAGE_LOG_S: Final = 60.0
 """Garbage in the index is logged so often at most."""
+UNANSWERED_LOG_S: Final = 60.0
+"""Likewise lookups that it did not answer; each is in the metric `kvtier_index_faults`."""
 LENT: Final = frozenset({TierKind.DRAM})
 """Peers read each other's arenas; what lies elsewhere is listed for operators."""
 MAX_FIND_BLOCKS: Final = 4096
@@ -143,6 +145,8 @@ class Remote:
         self._is_stopped = False
         self._garbage = 0
         self._garbage_told_s = -GARBAGE_LOG_S
+        self._unanswered = 0
+        self._unanswered_told_s = -UNANSWERED_LOG_S
 
     def record(self) -> NodeRecord:
         """What this node says of itself now."""
@@ -241,6 +245,18 @@ class Remote:
                 values=self._garbage,
             )
 
+    def _note_unanswered(self, error: str) -> None:
+        self._count_fault("find")
+        self._unanswered += 1
+        now_s = self._clock()
+        if now_s >= self._unanswered_told_s + UNANSWERED_LOG_S:
+            log.warning(
+                "the index did not answer lookups in time: what other nodes have was not offered",
+                lookups=self._unanswered,
+                error=error,
+            )
+            self._unanswered, self._unanswered_told_s = 0, now_s
+
     def _count_fault(self, operation: str) -> None:
         self._metrics.index_faults.labels(operation).inc()
 
@@ -271,8 +287,7 @@ class Remote:
             async with asyncio.timeout(self._config.index_timeout_s):
                 await self._gallop(keys, places)
         except (KvtierError, TimeoutError) as error:
-            self._count_fault("find")
-            log.debug("the index did not answer a lookup", error=str(error) or "no answer in time")
+            self._note_unanswered(str(error) or f"no answer within {self._config.index_timeout_s:g} s")
             return None
         self._note_garbage()
         usable = self._usable()  # a node may have died, or begun anew, while the index was asked

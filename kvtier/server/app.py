@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvtier.config import Config
 from kvtier.errors import AlreadyRunning, ConfigError, ResourceShortage
 from kvtier.node import Node
+from kvtier.server import handlers
 from kvtier.server.admin_service import AdminService
 from kvtier.server.engine_service import EngineService
 from kvtier.tiers.arena import Arena
-from kvtier.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
+from kvtier.v1 import admin_pb2, engine_pb2
 
 MAX_CONCURRENT_RPCS: Final = 512
 """Calls that are being answered, of all clients; one more is refused with RESOURCE_EXHAUSTED."""
@@ -36,10 +37,14 @@ MIN_CLIENT_PING_MS: Final = 10_000
 STOP_GRACE_S: Final = 0.5
 PROBE_TIMEOUT_S: Final = 1.0
 
-_SERVICES: Final = (
-    engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name,
-    admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+SERVICES: Final = (
+    engine_pb2.DESCRIPTOR.services_by_name["EngineService"],
+    admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
+    health_pb2.DESCRIPTOR.services_by_name["Health"],
+    reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
 )
+_HEALTHY: Final = ("", *(service.full_name for service in SERVICES[:2]))
+"""What the health service tells of; the empty name stands for all."""
 
 
 def server_options(config: Config) -> list[tuple[str, Any]]:
@@ -98,15 +103,16 @@ class Server:
             options=server_options(self._node.config),
             maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
         )
-        engines = EngineService(self._node, self._arena)
-        admin = AdminService(self._node, self._metrics_address)
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, server)  # type: ignore[no-untyped-call]
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)  # type: ignore[no-untyped-call]
         self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(
-            (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        names = [service.full_name for service in SERVICES]
+        servicers = (
+            EngineService(self._node, self._arena),
+            AdminService(self._node, self._metrics_address),
+            self._health,
+            reflection.aio.ReflectionServicer(names),
         )
+        for service, servicer in zip(SERVICES, servicers, strict=True):
+            handlers.add(server, service, servicer, self._node.metrics)
         previous = os.umask(
             0o177
         )  # bind gives the file its mode: nobody else can connect, not even for a moment
@@ -118,7 +124,7 @@ class Server:
             os.umask(previous)
         await server.start()
         self._server = server
-        for name in ("", *_SERVICES):
+        for name in _HEALTHY:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self) -> None:

@@ -19,6 +19,7 @@ from kvtier.interfaces import Transfer
 from kvtier.node import Node
 from kvtier.remote import tls
 from kvtier.remote.channels import READ_MESSAGE_BYTES
+from kvtier.server import handlers
 from kvtier.server.app import (
     HANDSHAKE_TIMEOUT_MS,
     KEEPALIVE_MS,
@@ -36,7 +37,7 @@ MAX_CONCURRENT_RPCS: Final = 512
 MAX_STREAMS_PER_CONNECTION: Final = 128
 MAX_CONNECTIONS: Final = 2048
 
-_SERVICE: Final = pb.DESCRIPTOR.services_by_name["PeerService"].full_name
+SERVICE: Final = pb.DESCRIPTOR.services_by_name["PeerService"]
 
 log = logs.get("peer-service")
 
@@ -94,7 +95,8 @@ class PeerServer:
             return
         credentials = check(config)
         server = grpc.aio.server(options=server_options(config), maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
-        _add(server, self._service)
+        # The messages of Read come serialised.
+        handlers.add(server, SERVICE, self._service, self._service.metrics, serialised={"Read"})
         target = tls.join(config.peer_host, config.peer_port)
         try:
             if credentials is None:
@@ -146,24 +148,6 @@ def check(config: Config) -> tls.Tls | None:
             "machine use 127.0.0.1"
         )
     return credentials
-
-
-def _add(server: Any, service: PeerService) -> None:
-    """As the generated code does, but for `Read`, whose messages come serialised."""
-    handlers: dict[str, Any] = {
-        "Hello": grpc.unary_unary_rpc_method_handler(
-            service.Hello, pb.HelloRequest.FromString, pb.HelloResponse.SerializeToString
-        ),
-        "Acquire": grpc.unary_unary_rpc_method_handler(
-            service.Acquire, pb.AcquireRequest.FromString, pb.AcquireResponse.SerializeToString
-        ),
-        "ReleaseLease": grpc.unary_unary_rpc_method_handler(
-            service.ReleaseLease, pb.ReleaseLeaseRequest.FromString, pb.ReleaseLeaseResponse.SerializeToString
-        ),
-        "Read": grpc.unary_stream_rpc_method_handler(service.Read, pb.ReadRequest.FromString, None),
-    }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
-    server.add_registered_method_handlers(_SERVICE, handlers)
 
 
 def refuse_busy_port(config: Config) -> None:

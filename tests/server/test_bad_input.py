@@ -11,9 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor import ServiceDescriptor
 
 from kvtier.daemon import Daemon
-from kvtier.server.app import CONNECTIONS_PER_ENGINE, OTHER_CONNECTIONS
+from kvtier.server.app import CONNECTIONS_PER_ENGINE, OTHER_CONNECTIONS, SERVICES
 from kvtier.types import pack_keys
 from kvtier.v1 import admin_pb2, engine_pb2
 from tests.server.harness import (
@@ -27,6 +28,7 @@ from tests.server.harness import (
     layout_message,
     until,
 )
+from tests.server.raw_bytes import all_are_refused
 
 KEYS = chain(1, 4)
 NEW = chain(2, 4)
@@ -390,16 +392,6 @@ async def test_an_answer_that_would_be_over_the_limit(
     await refused(wire, lambda: wire.admin.LookupPrefix(request), "LimitExceeded", "fewer keys")
 
 
-async def test_messages_that_are_no_protobuf(wire: Wire) -> None:
-    before = await wire.state()
-    for method in ("Register", "Lookup", "Reserve", "Commit", "Abort", "Release"):
-        call = wire.channel.unary_unary(f"/kvtier.v1.EngineService/{method}")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(b"\xff" * 64, timeout=DEADLINE_S)
-        assert "Error parsing message" in (caught.value.details() or "")
-    assert await wire.state() == before
-
-
 async def test_random_bytes_on_the_socket(stored: RawEngine, wire: Wire, daemon: Daemon) -> None:
     before = await wire.state()
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -491,6 +483,17 @@ async def test_more_connections_than_allowed(stored: RawEngine, wire: Wire, daem
             await other.close()
 
     await until(answers, "new connections are taken again")
+
+
+@pytest.mark.parametrize("service", SERVICES, ids=[service.name for service in SERVICES])
+async def test_bytes_that_are_no_message(
+    stored: RawEngine, wire: Wire, service: ServiceDescriptor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every method of every service on the socket, and nobody can fill the log with tracebacks."""
+    before = await wire.state()
+    assert await all_are_refused(wire.channel, service)
+    assert await wire.state() == before
+    assert not caplog.records, caplog.text
 
 
 def test_the_wire_enum_is_the_cores() -> None:

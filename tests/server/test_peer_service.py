@@ -16,6 +16,7 @@ import pytest
 
 from kvtier.remote.channels import READ_CHUNK_BYTES
 from kvtier.server import peer_service, peer_wire
+from kvtier.server.peer_app import SERVICE
 from kvtier.types import pack_keys
 from kvtier.v1 import peer_pb2 as pb
 from kvtier.v1 import peer_pb2_grpc
@@ -35,6 +36,7 @@ from tests.remote.peering import (
     shared_memory,
     until,
 )
+from tests.server.raw_bytes import all_are_refused
 
 KEYS = chain(3, 12)
 OTHER_ID = "c" * 32
@@ -464,14 +466,10 @@ async def test_a_bug_in_a_transfer_costs_no_lease(make_owner: Callable[..., Awai
 # ---- bytes that are no calls
 
 
-async def test_messages_that_are_no_protobuf(owner: Owner, wire: Wire) -> None:
-    for method in ("Hello", "Acquire", "ReleaseLease"):
-        call = wire.channel.unary_unary(f"/kvtier.v1.PeerService/{method}")
-        with pytest.raises(grpc.aio.AioRpcError):
-            await call(b"\xff" * 64, timeout=DEADLINE_S)
-    read = wire.channel.unary_stream("/kvtier.v1.PeerService/Read")(b"\xff" * 64, timeout=DEADLINE_S)
-    with pytest.raises(grpc.aio.AioRpcError):
-        await read.read()
+async def test_bytes_that_are_no_message(owner: Owner, wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
+    """Every method, and no peer can fill the log with tracebacks."""
+    assert await all_are_refused(wire.channel, SERVICE) == 4
+    assert not caplog.records, caplog.text
     assert (await wire.acquire()).lease_id
 
 

@@ -7,6 +7,11 @@ milliseconds.
 
 The log has a line for each step: ``b`` a write begins, ``w`` it has ended, ``d`` a drop begins, ``x`` it has
 ended; then the key. A block is never written twice, so what was dropped must never be seen again.
+
+A death may cut a line of the log: the kernel writes page by page, and a killed process gets no further than
+the page that it is in. The step of a line that is cut had not begun, or is one less that is known. What the
+next life adds begins a new line, or its first step would be lost behind the rest of the cut one: a block that
+was dropped, unknown to the log, looks like one that the tier has lost.
 """
 
 from __future__ import annotations
@@ -54,14 +59,15 @@ Pairs = list[tuple[Slot, BlockRecord]]
 
 
 class Log:
-    """What all lives have done, a line a step; a line may be cut by death."""
+    """What all lives have done, a line a step; a line may be cut by death, the lines behind it are whole."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "log"
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def add(self, step: str, pairs: Pairs) -> None:
-        os.write(self._fd, "".join(f"{step} {record.block.key.hex()}\n" for _, record in pairs).encode())
+        lines = "".join(f"\n{step} {record.block.key.hex()}" for _, record in pairs)
+        os.write(self._fd, f"{lines}\n".encode())
 
     def keys(self) -> dict[str, set[str]]:
         """Keys of each step."""

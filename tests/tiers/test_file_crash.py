@@ -16,6 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.testing.tier_tests import record_of
+from kvtier.types import Slot
+from tests.tiers.file_killer import Log
+
 KILLS = int(os.environ.get("KVTIER_CRASH_KILLS", "200"))
 SEED = int(os.environ.get("KVTIER_CRASH_SEED", "1"))
 PATIENCE_S = 240
@@ -54,3 +58,19 @@ def test_after_every_death_blocks_are_whole_and_space_is_free(directory: Path) -
     assert told["blocks"] > told["checked"]
     assert told["checked"] < told["encoded"] < told["blocks"] - told["checked"]
     assert told["writing"] > kills // 4
+
+
+def test_wherever_death_cuts_the_log_all_later_steps_are_known(tmp_path: Path) -> None:
+    """1. A life dies while it logs. 2. The next one drops a block. 3. A third one must not miss it."""
+    pairs = [(Slot(0, 0, 0, 1), record_of(bytes([number]))) for number in range(3)]
+    first, second, dropped = (record.block.key.hex() for _, record in pairs)
+    log = Log(tmp_path)
+    log.add("w", pairs[:2])
+    whole = log.path.read_bytes()
+    for size in range(len(whole) + 1):
+        log.path.write_bytes(whole[:size])
+        Log(tmp_path).add("d", pairs[2:])
+        steps = log.keys()
+        assert steps["d"] == {dropped}
+        assert steps["w"] <= {first, second}
+        assert (second in steps["w"]) == (size >= len(whole) - 1)
