@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvtier import logs
-from kvtier.config import Config
+from kvtier.config import Config, FarRegion
 from kvtier.core.cache import CacheCore
 from kvtier.core.config import CoreConfig, TierSpec
 from kvtier.core.policies import LruPolicy
@@ -26,11 +27,14 @@ from kvtier.remote.life import Life
 from kvtier.remote.link import Peers
 from kvtier.remote.pulls import Puller
 from kvtier.remote.remote import Remote
-from kvtier.tiers import preflight
+from kvtier.tiers import binding, huge, numa, preflight
 from kvtier.tiers.arena import Arena
+from kvtier.tiers.far import FarMemory
 from kvtier.tiers.file import FileTier
+from kvtier.tiers.numa import MemoryNode
 from kvtier.tiers.nvmeof import inspect
 from kvtier.tiers.silence import existing, silence
+from kvtier.tiers.sysfs import MOUNTINFO, SYSFS
 
 log = logs.get("build")
 
@@ -83,10 +87,12 @@ async def build(
     ResourceShortage
         The machine lacks what `config` asks for; nothing is left behind.
     ConfigError
-        Certificates for peers cannot be used, or the NVMe tier's paths belong to something else.
+        Certificates for peers cannot be used, the NVMe tier's paths belong to something else, or there is no
+        such NUMA node.
     AlreadyRunning
         A live daemon has the arena or one of the NVMe tier's paths.
     """
+    memory = await asyncio.to_thread(memory_of, config)
     arena = Arena(
         node_id=identity.node_id,
         incarnation=identity.incarnation,
@@ -94,10 +100,14 @@ async def build(
         extent_bytes=config.extent_bytes,
         shm_dir=config.shm_dir,
         old_arena_deadline_s=config.old_arena_deadline_s,
+        bound_to=memory.near,
+        huge_pages=config.huge_pages,
         on_progress=on_progress,
     )
     async with AsyncExitStack() as opened:
         tiers: list[Tier] = [arena]
+        if config.far_memory:
+            tiers.append(far_tier(config, memory, on_progress))
         if config.nvme_paths:
             await _look_below(config)
             tiers.append(file_tier(config, identity))
@@ -126,6 +136,54 @@ async def build(
         )
         opened.pop_all()
         return node
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Where the machine's memory is to be taken from: nodes of the arena, and far memory, nearest first."""
+
+    nodes: list[MemoryNode]
+    near: tuple[int, ...]
+    far: tuple[FarRegion, ...]
+
+
+def memory_of(config: Config, *, root: Path = SYSFS, mountinfo: Path = MOUNTINFO) -> MemoryPlan:
+    """What `config` says of memory, compared with what the machine has.
+
+    Raises
+    ------
+    ConfigError
+        A NUMA node is named that is not here.
+    ResourceShortage
+        Huge pages are required, and not to be had; says what mends it.
+    """
+    nodes = numa.memory_nodes(root)
+    cpus = numa.own_cpus()
+    near = binding.near_nodes(config.numa_node, nodes, cpus)
+    if config.numa_node == "auto" and not near:
+        log.warning("the arena is not bound: the kernel shows no memory next to this process's CPUs")
+    for region in config.far_memory:
+        if region.node is not None:
+            binding.require("far_memory", region.node, nodes)
+    if config.huge_pages == "require" and (fault := huge.fault(config, root=root, mountinfo=mountinfo)):
+        raise ResourceShortage(f"huge_pages is 'require', but {fault.why}: {fault.todo}")
+    origin = next(iter(near or numa.nodes_of_cpus(nodes, cpus)), 0)
+    order = [node.node for node in numa.placement_order(nodes, origin)]
+    far = sorted(config.far_memory, key=lambda its: len(order) if its.node is None else order.index(its.node))
+    return MemoryPlan(nodes, near, tuple(far))
+
+
+def far_tier(
+    config: Config, memory: MemoryPlan, on_progress: Callable[[int, int], None] | None = None
+) -> FarMemory:
+    """The tier of far memory, not open yet."""
+    return FarMemory(
+        memory.far,
+        extent_bytes=config.extent_bytes,
+        nodes=memory.nodes,
+        huge_pages=config.huge_pages,
+        on_progress=on_progress,
+    )
 
 
 async def _look_below(config: Config) -> None:

@@ -13,7 +13,7 @@ import socket as sockets
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -43,6 +43,8 @@ from kvtier.paths import SOCKET_NAME, default_run_dir
 MIB: Final = 1 << 20
 MAX_SOCKET_PATH_BYTES: Final = 107
 """What `sun_path` of a Unix socket's address holds."""
+MAX_NUMA_NODES: Final = 1024
+"""As many as any kernel counts."""
 _WIRE_BYTES_PER_KEY: Final = 48
 _WIRE_BYTES_PER_CALL: Final = 64 << 10
 _PREFIX: Final = "KVTIER_"
@@ -102,6 +104,58 @@ def _split_paths(value: Any) -> Any:
 Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_paths)]
 
 
+class FarRegion(NamedTuple):
+    """Far memory of one NUMA node; `node` None: wherever the kernel puts it."""
+
+    node: int | None
+    size_bytes: int
+
+
+def _parse_node(value: Any) -> Any:
+    if isinstance(value, str):
+        value = value.strip().lower()
+    if value is None or value in ("", "none"):
+        return None
+    if value == "auto":
+        return value
+    if not isinstance(value, bool) and str(value).isascii() and str(value).isdigit():
+        node = int(value)
+        if node < MAX_NUMA_NODES:
+            return node
+    raise ValueError(f"allowed is the number of a NUMA node, below {MAX_NUMA_NODES}, 'auto' or 'none'")
+
+
+def _split_far(value: Any) -> Any:
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    regions = [_parse_far(part) for part in value] if isinstance(value, list | tuple) else [None]
+    found = [region for region in regions if region is not None]
+    if len(found) != len(regions):
+        raise ValueError("allowed is NODE:SIZE, separated by commas, like '1:64GiB,2:128GiB' or 'any:8GiB'")
+    if len({region.node for region in found}) != len(found):
+        raise ValueError("allowed is each node once")
+    return tuple(found)
+
+
+def _parse_far(part: Any) -> FarRegion | None:
+    if isinstance(part, FarRegion):
+        return part
+    name, colon, size = part.partition(":") if isinstance(part, str) else ("", "", "")
+    if not colon:
+        return None
+    try:
+        node = None if name.strip().lower() == "any" else _parse_node(name)
+        if node == "auto" or (node is None and name.strip().lower() != "any"):
+            return None
+        return FarRegion(node, _parse_size(size.strip()))
+    except ValueError:
+        return None
+
+
+NumaNode = Annotated[int | Literal["auto"] | None, BeforeValidator(_parse_node)]
+FarRegions = Annotated[tuple[FarRegion, ...], NoDecode, BeforeValidator(_split_far)]
+
+
 def _parse_size(value: Any) -> int:
     if not isinstance(value, bool) and isinstance(value, int | str):
         try:
@@ -152,6 +206,22 @@ class Config(BaseSettings):
         description="hard cap of the DRAM tier, rounded down to whole extents: bytes, '8GiB', or 'auto' "
         "(a quarter of memory, at most half of what is free)",
     )
+    numa_node: NumaNode = Field(
+        None,
+        description="NUMA node that the arena's memory comes from: its number, 'auto' (those of the CPUs "
+        "that the daemon may run on), or 'none': where the kernel puts it",
+    )
+    huge_pages: Annotated[Literal["off", "advise", "require"], BeforeValidator(_lower)] = Field(
+        "advise",
+        description="huge pages for the arena and far memory: off, advise (where the kernel gives some), or "
+        "require (no start without)",
+    )
+    far_memory: FarRegions = Field(
+        (),
+        description="further memory below the DRAM tier, hard caps rounded down to whole extents: "
+        "NODE:SIZE,..., like '1:64GiB,2:128GiB' (CXL memory is a NUMA node); 'any' for no node; none: no "
+        "such tier",
+    )
     old_arena_deadline_s: Seconds = Field(
         30.0, description="after this time arenas of an earlier daemon that engines still map are emptied"
     )
@@ -173,13 +243,13 @@ class Config(BaseSettings):
         5.0, description="a medium that takes longer to answer is out of use until it does"
     )
     demote_high_fraction: Fraction = Field(
-        0.75, description="where the DRAM tier is fuller, its coldest blocks are copied to the NVMe tier"
+        0.75, description="where a tier is fuller, its coldest blocks are copied to the tier below"
     )
     admit_after_uses: Count = Field(
-        1, description="blocks are copied to the NVMe tier only after so many uses; storing one is the first"
+        1, description="blocks are copied to the tier below only after so many uses; storing one is the first"
     )
     demote_bytes_per_s: Size = Field(
-        1024 * MIB, description="bytes copied to the NVMe tier each second; 0: as many as it takes"
+        1024 * MIB, description="bytes copied to each tier below each second; 0: as many as it takes"
     )
 
     lease_ttl_s: Seconds = Field(30.0, description="a read may take this long")
@@ -370,6 +440,16 @@ class Config(BaseSettings):
         if not extent_bytes <= value < 1 << 50:
             raise ValueError(f"allowed is one extent ({extent_bytes} bytes) or more")
         return value // int(extent_bytes) * int(extent_bytes)
+
+    @field_validator("far_memory")
+    @classmethod
+    def _far_whole_extents(cls, value: tuple[FarRegion, ...], info: ValidationInfo) -> tuple[FarRegion, ...]:
+        extent_bytes = int(info.data.get("extent_bytes", mmap.PAGESIZE))
+        if not all(extent_bytes <= region.size_bytes < 1 << 50 for region in value):
+            raise ValueError(f"allowed is one extent ({extent_bytes} bytes) or more for each node")
+        return tuple(
+            FarRegion(region.node, region.size_bytes // extent_bytes * extent_bytes) for region in value
+        )
 
     @model_validator(mode="after")
     def _heartbeats_come_in_time(self) -> Self:

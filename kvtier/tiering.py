@@ -50,9 +50,10 @@ class Tiering:
     Parameters
     ----------
     top
-        The tier that engines read: its slots are memory of this process where there are tiers below.
+        The tier that engines read.
     below
-        Open tiers; the node closes them, after all that was begun here has ended.
+        Open tiers, the fastest first; the node closes them, after all that was begun here has ended. Each
+        tier but the last one is `Mapped`: what is copied down is read from the slots themselves.
     report
         The core's ear.
     """
@@ -67,9 +68,9 @@ class Tiering:
         report: Report,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        assert len(below) <= 1, "what is copied down is read from the top tier"
-        self._view = top.view if isinstance(top, Mapped) else None
+        self._top = top
         self._below = below
+        self._mapped = {tier.kind: tier for tier in (top, *below.values()) if isinstance(tier, Mapped)}
         self._hasher = hasher
         self._batch_bytes = config.pull_batch_bytes
         self._rate = config.demote_bytes_per_s
@@ -80,8 +81,9 @@ class Tiering:
         self._fetching = 0
         self._is_quiet = asyncio.Event()
         self._is_quiet.set()
-        self._demotes: asyncio.Queue[m.Demote] = asyncio.Queue()  # bounded by CoreConfig.max_demotes
-        self._paid_until_s = 0.0
+        # One for each tier, so that a medium that hangs holds up no other; bounded by CoreConfig.max_demotes.
+        self._demotes: dict[TierKind, asyncio.Queue[m.Demote]] = {kind: asyncio.Queue() for kind in below}
+        self._paid_until_s = dict.fromkeys(below, 0.0)
 
     async def recover(self) -> None:
         """Tell the core what tiers that outlive the node have found; before anything else happens."""
@@ -99,13 +101,13 @@ class Tiering:
         """What has to run, until cancelled."""
         if not self._below:
             return ()
-        demotes = (self._demote_forever() for _ in range(DEMOTES_AT_ONCE))
+        demotes = (self._demote_forever(kind) for kind in self._below for _ in range(DEMOTES_AT_ONCE))
         return (*demotes, self._watch_forever(), self._checkpoint_forever())
 
     @property
     def notices(self) -> list[str]:
-        """What an operator should know of the tiers below."""
-        notices = []
+        """What an operator should know of the tiers."""
+        notices = [f"tier {self._top.kind.name.lower()}: {its}" for its in getattr(self._top, "notices", ())]
         for kind, tier in self._below.items():
             name = kind.name.lower()
             if isinstance(tier, Failing) and tier.fault:
@@ -174,44 +176,43 @@ class Tiering:
             await settle([task for _, task in flying])
 
     async def _read_batch(self, tier: Tier, fetch: m.Fetch, batch: slice) -> list[int]:
-        views = [self._memory(slot) for slot in fetch.slots[batch]]
+        views = [self._memory(self._top.kind, slot) for slot in fetch.slots[batch]]
         try:
             return await tier.read(fetch.sources[batch], fetch.records[batch], views)
         finally:
             for view in views:
                 view.release()
 
-    def _memory(self, slot: Slot) -> memoryview:
-        assert self._view is not None
-        return self._view(slot)
+    def _memory(self, kind: TierKind, slot: Slot) -> memoryview:
+        return self._mapped[kind].view(slot)
 
     # ---- down
 
     def demote(self, demote: m.Demote) -> None:
         """Do it when there is time; the core waits for `Demoted`, nobody else does."""
-        self._demotes.put_nowait(demote)
+        self._demotes[demote.tier].put_nowait(demote)
 
-    async def _demote_forever(self) -> None:
+    async def _demote_forever(self, kind: TierKind) -> None:
         while True:
-            demote = await self._demotes.get()
+            demote = await self._demotes[kind].get()
             size_bytes = sum(record.block_bytes for record in demote.records)
-            await self._take_turn(size_bytes)
+            await self._take_turn(kind, size_bytes)
             self._report(await self._copy_down(demote))
 
-    async def _take_turn(self, size_bytes: int) -> None:
+    async def _take_turn(self, kind: TierKind, size_bytes: int) -> None:
         """Wait while fetches run, for a bounded time, and until the budget allows so many bytes."""
         with suppress(TimeoutError):
             async with asyncio.timeout(MAX_YIELD_S):
                 await self._is_quiet.wait()
         if self._rate:
-            begin_s = max(self._clock(), self._paid_until_s)
-            self._paid_until_s = begin_s + size_bytes / self._rate
+            begin_s = max(self._clock(), self._paid_until_s[kind])
+            self._paid_until_s[kind] = begin_s + size_bytes / self._rate
             await asyncio.sleep(max(0.0, begin_s - self._clock()))
 
     async def _copy_down(self, demote: m.Demote) -> m.Demoted:
         """The bytes are compared with their checksums first: nothing wrong goes where it would stay."""
         views = [
-            self._memory(slot)[: record.block_bytes]
+            self._memory(demote.source, slot)[: record.block_bytes]
             for slot, record in zip(demote.sources, demote.records, strict=True)
         ]
         checksums = [record.checksum for record in demote.records]
@@ -221,7 +222,7 @@ class Tiering:
             self._metrics.mismatches.labels("demote").inc(len(corrupt))
         good = sorted(set(range(len(demote.records))) - set(corrupt))
         records = [demote.records[i] for i in good]
-        payloads = [self._memory(demote.sources[i]) for i in good]
+        payloads = [self._memory(demote.source, demote.sources[i]) for i in good]
         try:
             await self._below[demote.tier].write([demote.slots[i] for i in good], records, payloads)
         except TierFault as error:

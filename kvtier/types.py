@@ -89,7 +89,16 @@ class TierKind(enum.IntEnum):
 
     HBM = 1
     DRAM = 2
+    FAR = 4
     NVME = 3
+
+    @property
+    def rank(self) -> int:
+        """Its place in the order of speed, 0 is the fastest."""
+        return _RANKS[self]
+
+
+_RANKS: Final = {kind: rank for rank, kind in enumerate(TierKind)}
 
 
 def whole_pages(size_bytes: int) -> int:

@@ -16,11 +16,13 @@ from kvtier.batching import FIRST_BATCH_BLOCKS
 from kvtier.config import Config
 from kvtier.core import messages as m
 from kvtier.hashing import Hasher
+from kvtier.interfaces import Tier
 from kvtier.metrics import Metrics
 from kvtier.testing.faulty_tier import FaultyTier
 from kvtier.testing.tier_tests import record_of
-from kvtier.tiering import CANCELLED, CORRUPT, FAILED, Tiering
+from kvtier.tiering import CANCELLED, CORRUPT, DEMOTES_AT_ONCE, FAILED, Tiering
 from kvtier.tiers.arena import Arena
+from kvtier.tiers.far import FarMemory
 from kvtier.tiers.file import FileTier
 from kvtier.types import PAGE_SIZE_BYTES, BlockRecord, Slot, TierKind
 from tests.server.conftest import shm  # noqa: F401
@@ -285,3 +287,57 @@ async def test_an_earlier_life_is_told_before_anything_else(rig: Rig, tmp_path: 
     assert {(slot.offset_bytes, record) for slot, record in found} == {
         (rig.down(i).offset_bytes, record) for i, record in enumerate(rig.records)
     }
+
+
+async def test_a_chain_of_three_and_a_disk_that_hangs_holds_up_no_other_tier(
+    rig: Rig, tmp_path: Path
+) -> None:
+    far = FarMemory([(None, EXTENT)], extent_bytes=EXTENT)
+    await far.open()
+    events: list[m.Event] = []
+    below: dict[TierKind, Tier] = {far.kind: far, NVME: rig.tier}
+    config = Config(data_dir=tmp_path, run_dir=tmp_path, pull_batch_bytes=1 << 20, demote_bytes_per_s=0)
+    tiering = Tiering(rig.arena, below, rig.hasher, config, Metrics(), events.append)
+    tasks = [asyncio.create_task(work) for work in tiering.background()]
+    middle = [Slot(0, 0, i * BLOCK, BLOCK) for i in range(COUNT)]
+    upper, lower = [rig.up(i) for i in range(COUNT)], [rig.down(i) for i in range(COUNT)]
+
+    async def end(*ids: int) -> list[m.Demoted]:
+        await until(
+            lambda: {its.demote for its in events if isinstance(its, m.Demoted)} >= set(ids), "they end"
+        )
+        return [its for its in events if isinstance(its, m.Demoted) and its.demote in ids]
+
+    try:
+        rig.fill()
+        tiering.demote(m.Demote(1, TierKind.DRAM, upper, TierKind.FAR, middle, rig.records))
+        assert await end(1) == [m.Demoted(1, list(range(COUNT)), [])]
+        for index in range(COUNT):
+            rig.arena.view(rig.up(index))[:] = bytes(BLOCK)
+        far.view(middle[3])[7] ^= 1
+        rig.tier.stop("write")
+        for number in range(2, 2 + 2 * DEMOTES_AT_ONCE):
+            at = slice(number + 2, number + 3)  # each a block of its own
+            tiering.demote(m.Demote(number, TierKind.FAR, middle[at], NVME, lower[at], rig.records[at]))
+        await until(lambda: rig.tier.stopped, "the disk hangs")
+        rig.arena.view(rig.up(0))[:BLOCK] = rig.payloads[0]
+        tiering.demote(m.Demote(20, TierKind.DRAM, upper[:1], TierKind.FAR, middle[:1], rig.records[:1]))
+        await end(20)
+        rig.tier.go("write")
+        await end(*range(2, 2 + 2 * DEMOTES_AT_ONCE))
+        tiering.demote(m.Demote(30, TierKind.FAR, middle, NVME, lower, rig.records))
+        good = [i for i in range(COUNT) if i != 3]
+        assert await end(30) == [m.Demoted(30, good, [3])], "wrong bytes go nowhere"
+        rig.events = events
+        slots = [rig.up(COUNT + i) for i in range(COUNT)]
+        for kind, sources in ((TierKind.FAR, middle), (NVME, lower)):
+            events.clear()
+            await tiering.fetch(m.Fetch(9, kind, sources, rig.records, slots, DEADLINE_S))
+            assert rig.arrived() == 3
+            assert rig.end() == m.PullEnded(9, CORRUPT, [rig.records[3].block.key])
+    finally:
+        rig.tier.go()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await far.close()

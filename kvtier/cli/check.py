@@ -34,6 +34,7 @@ from kvtier.errors import DeadlineExceeded, KvtierError, ResourceShortage
 from kvtier.identity import node_id_of, refuse_owned
 from kvtier.liveness import check_run_dir
 from kvtier.metrics import Metrics, MetricsServer
+from kvtier.types import TierKind
 from kvtier.v1 import admin_pb2 as pb
 
 PROBE_TIMEOUT_S: Final = 90.0
@@ -126,7 +127,7 @@ def local_findings(config: Config) -> list[Finding]:
         _shared_memory(config, running),
         _memory(config),
         _memlock(config),
-        *memory_findings(config),
+        *memory_findings(config, is_running=running is not None),
         _data_dir(config, running),
         _run_dir(config, running),
         _metrics_port(config, running),
@@ -176,7 +177,7 @@ def _shared_memory(config: Config, running: pb.GetStatusResponse | None) -> Find
         why = f"{config.shm_dir} is no tmpfs: what it holds is written to disk"
         return finding(name, DEGRADED, why, "set KVTIER_SHM_DIR to a tmpfs")
     if running is not None:
-        own = sum(tier.capacity_bytes for tier in running.tiers)
+        own = sum(tier.capacity_bytes for tier in running.tiers if tier.tier == TierKind.DRAM)
         return finding(name, OK, f"the daemon has {output.size_text(own)}, {output.size_text(free)} are free")
     wanted = output.size_text(config.dram_bytes)
     why = f"{config.shm_dir} has {output.size_text(free)} free, dram_bytes is {wanted}"
@@ -187,13 +188,14 @@ def _shared_memory(config: Config, running: pb.GetStatusResponse | None) -> Find
 
 def _memory(config: Config) -> Finding:
     total = machine.memory_total_bytes()
+    far = sum(region.size_bytes for region in config.far_memory)
     why = f"{output.size_text(total)} in all, dram_bytes is {output.size_text(config.dram_bytes)}"
-    if config.dram_bytes > total:
-        return finding("memory", MISSING, why, "set KVTIER_DRAM_BYTES to less", needed=True)
-    if config.dram_bytes > total * 3 // 4:
-        return finding(
-            "memory", DEGRADED, f"{why}: little is left for engines", "set KVTIER_DRAM_BYTES to less"
-        )
+    why += f", far_memory {output.size_text(far)}" if far else ""
+    less = f"set KVTIER_DRAM_BYTES{' or KVTIER_FAR_MEMORY' if far else ''} to less"
+    if config.dram_bytes + far > total:
+        return finding("memory", MISSING, why, less, needed=True)
+    if config.dram_bytes + far > total * 3 // 4:
+        return finding("memory", DEGRADED, f"{why}: little is left for engines", less)
     return finding("memory", OK, why)
 
 

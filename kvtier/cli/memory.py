@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.cli.findings import DEGRADED, MISSING, OK, Finding, finding
 from kvtier.cli.output import size_text
-from kvtier.config import Config
-from kvtier.tiers import numa, sysfs
+from kvtier.config import Config, FarRegion
+from kvtier.errors import KvtierError
+from kvtier.tiers import binding, huge, numa, sysfs
 from kvtier.tiers.numa import HugePages, MemoryNode
 
 
 def memory_findings(
-    config: Config, *, root: Path = sysfs.SYSFS, mountinfo: Path = sysfs.MOUNTINFO
+    config: Config,
+    *,
+    root: Path = sysfs.SYSFS,
+    mountinfo: Path = sysfs.MOUNTINFO,
+    is_running: bool = False,
 ) -> list[Finding]:
-    """Lines on NUMA nodes, memory without CPUs, and the pages that the arena gets."""
+    """Lines on NUMA nodes, memory without CPUs, far memory, and the pages that these get.
+
+    `is_running`: the daemon has its memory, so there need not be so much again.
+    """
     nodes = numa.memory_nodes(root)
     return [
-        _nodes(nodes),
+        _nodes(config, nodes, is_running=is_running),
         *_expanders(nodes),
+        *(_far_region(region, nodes, is_running=is_running) for region in config.far_memory),
         _shared_pages(config, root, mountinfo),
         _reserved_pages(config, numa.huge_pages(root)),
     ]
 
 
-def _nodes(nodes: Sequence[MemoryNode]) -> Finding:
+def _nodes(config: Config, nodes: Sequence[MemoryNode], *, is_running: bool) -> Finding:
     name = "memory nodes"
+    if config.numa_node is not None:
+        return _bound(name, config, nodes, is_running=is_running)
     if not nodes:
         why = "the kernel shows none: everything counts as equally near"
         return finding(name, DEGRADED, why, "a kernel with CONFIG_NUMA")
@@ -43,8 +53,49 @@ def _nodes(nodes: Sequence[MemoryNode]) -> Finding:
         name,
         DEGRADED,
         f"{why}; the daemon may run on all of {', '.join(map(str, own))}, so its memory may lie on any",
-        f"numactl --cpunodebind={first} --membind={first} kvtier serve, next to the GPUs and disks it serves",
+        f"set numa_node to one of them, and run it there: numactl --cpunodebind={first} kvtier serve "
+        f"--numa-node {first}, next to the GPUs and disks it serves",
     )
+
+
+def _bound(name: str, config: Config, nodes: Sequence[MemoryNode], *, is_running: bool) -> Finding:
+    """Where the arena's node is configured: whether it is here, has the room, and the kernel lets us."""
+    try:
+        near = binding.near_nodes(config.numa_node, nodes, numa.own_cpus())
+        if not is_running:
+            binding.check_room("dram_bytes", config.dram_bytes, near, nodes)
+    except KvtierError as error:
+        todo = "set numa_node to another one, or dram_bytes to less"
+        return finding(name, MISSING, str(error), todo, needed=True)
+    if not near:
+        why = "numa_node is 'auto', but the kernel shows no memory next to this process's CPUs"
+        return finding(name, DEGRADED, f"{why}: the arena is not bound", "set numa_node to none")
+    where = f"the arena comes from node {', '.join(map(str, near))}"
+    return _allowed(name, where, near, "dram_bytes")
+
+
+def _allowed(name: str, where: str, nodes: Sequence[int], what: str) -> Finding:
+    """Whether memory can be bound to these nodes, by trying it."""
+    refused = binding.try_bind(nodes)
+    if refused:
+        todo = "in a container: add the capability SYS_NICE, or set its cpuset to that node"
+        return finding(name, DEGRADED, f"{where}, but it is not bound there: {refused}", todo)
+    return finding(name, OK, f"{where}, bound before {what} is touched")
+
+
+def _far_region(region: FarRegion, nodes: Sequence[MemoryNode], *, is_running: bool) -> Finding:
+    size = size_text(region.size_bytes)
+    if region.node is None:
+        return finding("far memory any", OK, f"{size}, wherever the kernel puts it")
+    name = f"far memory {region.node}"
+    try:
+        binding.require("far_memory", region.node, nodes)
+        if not is_running:
+            binding.check_room("far_memory", region.size_bytes, [region.node], nodes)
+    except KvtierError as error:
+        todo = "name another node in far_memory, or less of it"
+        return finding(name, MISSING, str(error), todo, needed=True)
+    return _allowed(name, f"{size} of node {region.node}", [region.node], "it")
 
 
 def _expanders(nodes: Sequence[MemoryNode]) -> list[Finding]:
@@ -70,14 +121,18 @@ def _expander(node: MemoryNode, nodes: Sequence[MemoryNode]) -> Finding:
 
 
 def _shared_pages(config: Config, root: Path, mountinfo: Path) -> Finding:
-    """Pages that the arena gets as it is: files in a tmpfs, with `madvise`."""
-    huge, setting = numa.huge_page_choice(config.shm_dir, root=root, mountinfo=mountinfo)
-    if huge:
+    """Pages that the arena and far memory get as they are: with `madvise`."""
+    if config.huge_pages == "off":
+        return finding("huge pages", DEGRADED, "huge_pages is 'off'", "set huge_pages to 'advise'")
+    fault = huge.fault(config, root=root, mountinfo=mountinfo)
+    if fault is None:
+        _, setting = numa.huge_page_choice(config.shm_dir, root=root, mountinfo=mountinfo)
         return finding("huge pages", OK, f"the arena asks for them, {setting}")
-    why = f"the arena gets ordinary pages, {setting}: copies and registration for GPUs cost more"
-    mount = sysfs.mount_of(config.shm_dir, mountinfo)
-    point = shlex.quote(mount.point if mount else str(config.shm_dir))
-    return finding("huge pages", DEGRADED, why, f"mount -o remount,huge=advise {point}")
+    if config.huge_pages == "require":
+        why = f"huge_pages is 'require', but {fault.why}"
+        return finding("huge pages", MISSING, why, fault.todo, needed=True)
+    why = f"{fault.why}: copies and registration for GPUs cost more"
+    return finding("huge pages", DEGRADED, why, fault.todo)
 
 
 def _reserved_pages(config: Config, pages: Sequence[HugePages]) -> Finding:

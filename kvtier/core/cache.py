@@ -12,6 +12,7 @@ from itertools import filterfalse
 from typing import Final
 
 from kvtier.core import messages as m
+from kvtier.core.blocks import Block
 from kvtier.core.checks import check_core
 from kvtier.core.config import CALL_ID_BYTES, CoreConfig, TierSpec
 from kvtier.core.demotes import Demotes
@@ -63,7 +64,7 @@ class CacheCore:
     ) -> None:
         self.config = config
         self.counters = Counters()
-        top, *below = sorted(tiers, key=lambda spec: spec.kind)
+        top, *below = sorted(tiers, key=lambda spec: spec.kind.rank)
         publishing = Publishing() if config.has_index else None
         self.residency = Residency([top], policy, self.counters, publishing=publishing, demotes=bool(below))
         self.lower: list[LowerTier] = []
@@ -71,7 +72,8 @@ class CacheCore:
         upper = self.residency
         for spec in below:
             is_last = spec is below[-1]
-            tier = LowerTier(spec, policy, config, upper, publishing=publishing, demotes=not is_last)
+            above = [self.residency, *self.lower]
+            tier = LowerTier(spec, policy, config, above, publishing=publishing, demotes=not is_last)
             self.lower.append(tier)
             self.demotes.append(Demotes(config, upper, tier))
             upper = tier
@@ -391,7 +393,7 @@ class CacheCore:
         return self._all(now_s)
 
     def _pull_ended(self, event: m.PullEnded, now_s: float) -> list[m.Action]:
-        self.pulls.ended(event, now_s)
+        self._lost_below(self.pulls.ended(event, now_s))
         return self._all(now_s)
 
     def _overdue(self, event: m.Overdue, now_s: float) -> list[m.Action]:
@@ -401,14 +403,21 @@ class CacheCore:
     def _demoted(self, event: m.Demoted, now_s: float) -> list[m.Action]:
         demotes = next(its for its in self.demotes if event.demote in its.running)
         corrupt = demotes.ended(event, now_s)
-        if demotes.upper is not self.residency:
-            return self._all(now_s)  # what is wrong below the top is found by the fetch that reads it
+        if isinstance(demotes.upper, LowerTier):
+            self._lost_below(demotes.upper.lose_wrong(corrupt))
+            return self._all(now_s)
         instructions: list[m.Action] = []
         for block in corrupt:
             verifies = self.verifies.reported([block.id.key], block.id.shard, self._next_id)
             self._next_id += len(verifies)
             instructions += verifies
         return self._all(now_s, *instructions)
+
+    def _lost_below(self, blocks: Sequence[Block]) -> None:
+        """These were wrong in a lower tier, and demotes from there may be reading their slots."""
+        for demotes in self.demotes:
+            for block in blocks:
+                demotes.block_lost(block)
 
     def _recovered(self, event: m.Recovered, now_s: float) -> list[m.Action]:
         tier = self._lower(event.tier)

@@ -3,6 +3,10 @@
 Chosen among the candidates of eviction, coldest first, while the upper tier is fuller than its watermark. A
 block that goes down takes along what it continues, ancestors first, so that a prefix in the lower tier has no
 holes. It stays where it was, too, until eviction takes it.
+
+Tiers are a chain (dram, far, nvme): each one's blocks go to the next one alone, from where they lie, once it
+is fuller than its own watermark. So each pair of tiers keeps the same rules, and none knows of a third; what
+goes down too fast for the middle tier is evicted there without having reached the last one, as at the top.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from kvtier.types import (
 )
 
 MAX_SECOND_CHANCES: Final = 64
-"""Victims that may be passed over for one slot, because the tier above has used them since."""
+"""Victims that may be passed over for one slot, because a tier above has used them since."""
 MAX_SHAPES: Final = 1024
 """Layouts that are remembered; beyond it they are made anew."""
 _FINGERPRINT_SIZE_BYTES: Final = 32
@@ -56,6 +56,11 @@ class LowerTier(Residency):
         How fast it gives.
     location
         It as a place that `Plans` may choose.
+
+    Parameters
+    ----------
+    above
+        All tiers above, the fastest first; what is demoted to this one comes from the last of them.
     """
 
     scrubs: ClassVar[bool] = False
@@ -65,7 +70,7 @@ class LowerTier(Residency):
         spec: TierSpec,
         policy: Callable[[], Policy],
         config: CoreConfig,
-        above: Residency,
+        above: Sequence[Residency],
         *,
         publishing: Publishing | None,
         demotes: bool,
@@ -81,7 +86,7 @@ class LowerTier(Residency):
         )
         self.location = Location(self.source.node, 0, spec.kind)
         self.counts = LowerCounters()
-        self._above = above
+        self._above = tuple(above)
         self._shapes: dict[tuple[bytes, int], Shape] = {}
 
     # ---- what the tier above says
@@ -101,13 +106,15 @@ class LowerTier(Residency):
         return shape
 
     def _twin(self, block: Block) -> Block | None:
-        twin = self._above.get(block.id.key, block.id.shard)
-        return None if twin is None or twin.state != RESIDENT else twin
+        """The same block in that tier above where it was used last."""
+        twins = [tier.get(block.id.key, block.id.shard) for tier in self._above]
+        here = [twin for twin in twins if twin is not None and twin.state == RESIDENT]
+        return max(here, key=lambda twin: twin.last, default=None)
 
     # ---- eviction
 
     def _victim(self, policy: Policy) -> Block | None:
-        """The policy's victim, but what was used in the tier above meanwhile is as young here as there."""
+        """The policy's victim, but what was used in a tier above meanwhile is as young here as there."""
         block = super()._victim(policy)
         for _ in range(MAX_SECOND_CHANCES):
             twin = None if block is None else self._twin(block)
@@ -128,6 +135,16 @@ class LowerTier(Residency):
         assert extent is not None
         extent.last = max(extent.last, accessed)
 
+    # ---- what is wrong
+
+    def lose_wrong(self, blocks: Sequence[Block]) -> list[Block]:
+        """These were read and are not what they should be; returns those that had not gone already."""
+        lost = [block for block in blocks if block.state == RESIDENT]
+        for block in lost:
+            self.counts.wrong_blocks += 1
+            self.free(self.lose(block))
+        return lost
+
     # ---- recovery
 
     def recover(self, found: Sequence[tuple[Slot, BlockRecord]]) -> int:
@@ -135,10 +152,11 @@ class LowerTier(Residency):
 
         Nothing of it is believed. What is left away lies in slots that count as free.
         """
-        self._above.accesses += 1
+        top = self._above[0]
+        top.accesses += 1
         recovered: list[Block] = []
         for slot, record in found:
-            block = self._recover(slot, record, self._above.accesses)
+            block = self._recover(slot, record, top.accesses)
             if block is not None:
                 recovered.append(block)
         # Only now: the next block would have all of its ancestors guarded anew, however many there are.

@@ -273,8 +273,11 @@ class Pulls(Plans):
             self._residency.quarantine(place)
             entry.late.append(place)
 
-    def ended(self, event: m.PullEnded, now_s: float) -> None:
-        """Nothing writes to its slots any more: what has not come gives its slots back."""
+    def ended(self, event: m.PullEnded, now_s: float) -> list[Block]:
+        """Nothing writes to its slots any more: what has not come gives its slots back.
+
+        Returns what a tier below has lost, since the fetch has found it wrong there.
+        """
         entry = self.running.pop(event.pull)
         rest = entry.blocks[entry.arrived :]
         missing = len(rest) + len(entry.late)
@@ -289,11 +292,12 @@ class Pulls(Plans):
         budget = self._budget(entry)
         budget.running -= 1
         budget.filling_bytes -= missing * entry.slot_bytes
+        lost: list[Block] = []
         if entry.tier is None:
             self._counters.failed_pulls += bool(event.fault)
         else:
             entry.tier.counts.failed_fetches += bool(event.fault) or entry.is_overdue
-            self._leave_below(entry, entry.tier, event)
+            lost = self._leave_below(entry, entry.tier, event)
         if rest:
             self._leases.never_arrive(rest)
         for block in reversed(rest):
@@ -301,13 +305,15 @@ class Pulls(Plans):
             self._residency.free(self._residency.lose(block))
         for place in entry.late:
             self._residency.unquarantine(place)
+        return lost
 
     @staticmethod
-    def _leave_below(entry: PullEntry, tier: LowerTier, event: m.PullEnded) -> None:
+    def _leave_below(entry: PullEntry, tier: LowerTier, event: m.PullEnded) -> list[Block]:
         """Nothing reads its source slots any more; what was found to be wrong there goes."""
         wrong = set(event.wrong)
+        lost: list[Block] = []
         for below in reversed(entry.below):
             tier.unguard(below)
-            if below.id.key in wrong and below.state == RESIDENT:
-                tier.counts.wrong_blocks += 1
-                tier.free(tier.lose(below))
+            if below.id.key in wrong:
+                lost += tier.lose_wrong([below])
+        return lost

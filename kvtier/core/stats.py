@@ -37,7 +37,8 @@ class TierStats:
     """Bytes of a tier by state. `leased_bytes` counts what several engines share once for each.
 
     The fields from `is_down` on are of tiers below the top: what runs now, and what was done since the core
-    was made. `evicted_blocks` were dropped for others or by hand, `wrong_blocks` found to be so by a fetch.
+    was made. `evicted_blocks` were dropped for others or by hand, `wrong_blocks` found to be so by a fetch or
+    by a demote from there.
     """
 
     kind: TierKind

@@ -23,7 +23,9 @@ PageId = tuple[int, int]
 Writer = tuple[object, int]
 """The engine or daemon, and a number for each of its copies."""
 DISK: Final = 1 << 20
-"""Arena of the tier below, which no restart empties."""
+"""Arena of the last tier, which no restart empties."""
+FAR: Final = DISK + 1
+"""Arena of far memory, which every restart empties."""
 
 
 class Violation(AssertionError):
@@ -76,12 +78,18 @@ class SimulatedNode:
     """One daemon after another on one machine; arenas of earlier ones stay mapped by engines."""
 
     def __init__(
-        self, rng: random.Random, config: CoreConfig, tier: TierSpec, below: TierSpec | None = None
+        self,
+        rng: random.Random,
+        config: CoreConfig,
+        tier: TierSpec,
+        below: TierSpec | None = None,
+        far: TierSpec | None = None,
     ) -> None:
         self.rng = rng
         self.config = config
         self.tier = tier
         self.below = below
+        self.far = far
         self.incarnation = 0
         self.arenas: dict[int, list[Token]] = {}
         self.headers: dict[Slot, BlockRecord] = {}
@@ -100,7 +108,7 @@ class SimulatedNode:
         """
         self.incarnation += 1
         self.daemon = object()
-        self.writers = {page: writer for page, writer in self.writers.items() if page[0] != DISK}
+        self.writers = {page: writer for page, writer in self.writers.items() if page[0] not in (DISK, FAR)}
         self.readings.clear()
         self.is_told_down = False
         whole = self.tier.capacity_bytes // self.tier.extent_bytes
@@ -109,12 +117,15 @@ class SimulatedNode:
         self.arenas[self.incarnation] = ["empty"] * (self.tier.capacity_bytes // PAGE_SIZE_BYTES)
         if self.incarnation > 1 and self.rng.random() < 0.5:
             self.arenas[self.incarnation - 1][:] = ["punched"] * len(self.arenas[self.incarnation - 1])
-        tiers = [tier] if self.below is None else [tier, self.below]
+        tiers = [its for its in (tier, self.below, self.far) if its is not None]
+        if self.far is not None:
+            self.arenas[FAR] = ["empty"] * (self.far.capacity_bytes // PAGE_SIZE_BYTES)
         self.core = CacheCore(self.config, tiers, seed=self.incarnation)
         self.replies: dict[tuple[str, bytes], m.Action] = {}
         self.leases: dict[int, LiveLease] = {}
         self.holds: dict[str, LiveHold] = {}
         self.fetches: dict[int, tuple[m.Fetch, int]] = {}
+        self.demotes: dict[int, m.Demote] = {}
         self.readies: dict[int, list[m.Ready]] = {}
         if self.below is not None:
             self._recover(now_s)
@@ -202,6 +213,17 @@ class SimulatedNode:
         if isinstance(event, m.Tick):
             for id in [id for id, lease in self.leases.items() if lease.deadline_s <= now_s]:
                 del self.leases[id]
+        elif isinstance(event, m.PullEnded):
+            fetch, _ = self.fetches[event.pull]
+            wrong = {BlockId(key, fetch.records[0].block.shard) for key in event.wrong}
+            self._count("wrong", len(wrong))
+            self._read_no_more(wrong, fetch.sources[0].arena)
+        elif isinstance(event, m.Demoted):
+            demote = self.demotes.pop(event.demote)
+            if demote.source is not TierKind.DRAM:  # there it is verified once more before it goes
+                wrong = {demote.records[i].block for i in event.corrupt}
+                self._count("wrong", len(wrong))
+                self._read_no_more(wrong, demote.sources[0].arena)
 
     def _after(self, event: m.Event, reply: m.Action | None, now_s: float) -> None:
         if isinstance(event, m.EngineDied):
@@ -280,13 +302,17 @@ class SimulatedNode:
                 raise Violation(f"slot {slot} was granted while it is being copied")
 
     def _copies(self, action: m.Fetch | m.Demote) -> None:
-        if self.is_told_down:
+        if self.is_told_down and action.tier is TierKind.NVME:
             raise Violation(f"{type(action).__name__} while the tier is down")
         for slot in action.slots:
             self._given(slot)
         self._count(f"{type(action).__name__} begun")
         if isinstance(action, m.Fetch):
+            self._count(f"{action.tier.name} to DRAM")
             self.fetches[action.pull] = (action, 0)
+        else:
+            self._count(f"{action.source.name} to {action.tier.name}")
+            self.demotes[action.demote] = action
 
     def _cut(self, event: m.Overdue | m.PullEnded) -> None:
         """What was on its way does not come: no offer of it holds any longer."""
@@ -295,10 +321,9 @@ class SimulatedNode:
         self.holds = {id: hold for id, hold in self.holds.items() if gone.isdisjoint(hold.keys)}
         if isinstance(event, m.PullEnded):
             del self.fetches[event.pull]
-            wrong = {BlockId(key, fetch.records[0].block.shard) for key in event.wrong}
-            self._count("wrong", len(wrong))
-            self._read_no_more(wrong, DISK)
-            if any(its.block in wrong and its.tier is TierKind.NVME for its in self.core.places(event.wrong)):
+            shard = fetch.records[0].block.shard
+            places = [its for its in self.core.places(event.wrong) if its.tier is fetch.tier]
+            if any(its.block.shard == shard for its in places):
                 raise Violation("a block that was found to be wrong is still there")
 
     def _read_no_more(self, blocks: set[BlockId], arena: int) -> None:
@@ -320,6 +345,8 @@ class SimulatedNode:
         number = self.incarnation
         if self.below is not None and self.rng.random() < 0.5:
             number = DISK
+        if self.far is not None and self.rng.random() < 0.3:
+            number = FAR
         arena = self.arenas[number]
         full = [i for i, token in enumerate(arena) if isinstance(token, tuple)]
         if full:

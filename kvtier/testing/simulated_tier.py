@@ -1,15 +1,16 @@
-"""The tier below in the simulator: a disk that is late, fails, lies and turns bits, and outlives the node.
+"""The tiers below in the simulator: a disk that is late, fails, lies and turns bits, and outlives the node.
 
-Its pages lie in an arena of their own that no restart empties. The first page of a slot holds its header.
+Its pages lie in an arena of their own that no restart empties. The first page of a slot holds its header. Far
+memory, which may lie above it, is late and turns bits; it has no headers, and every restart empties it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
-from kvtier.testing.simulated_node import CORRUPT, Violation, Writer, content, pages_of
+from kvtier.testing.simulated_node import CORRUPT, PageId, Violation, Writer, content, pages_of
 from kvtier.types import BlockRecord, Slot, TierKind
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ _MAX_STALL_S: Final = 8.0
 
 
 class SimulatedTier:
-    """Carries out what the core says about the tier below, one page at a time."""
+    """Carries out what the core says about the tiers below, one page at a time."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -65,11 +66,11 @@ class SimulatedTier:
             self._node.is_told_down = self.is_down
             self._simulation.handle((m.TierDown if self.is_down else m.TierUp)(TierKind.NVME))
 
-    def _wait(self, *, may_stall: bool) -> Steps:
+    def _wait(self, tier: TierKind, *, may_stall: bool) -> Steps:
         if may_stall and self._rng.random() < 0.3:
             yield self._rng.uniform(0, _MAX_STALL_S)
         yield self._rng.expovariate(200)
-        while self.is_down and not self._simulation.closing:
+        while tier is TierKind.NVME and self.is_down and not self._simulation.closing:
             yield _POLL_S
 
     # ---- down
@@ -77,7 +78,8 @@ class SimulatedTier:
     def demote(self, demote: m.Demote) -> Steps:
         """Copy down: all of it, a part that then counts for nothing, or nothing at all that says it was."""
         node, rng = self._node, self._rng
-        fate = rng.choices(("well", "late", "EIO", "lost"), (10, 2, 1, 1))[0]
+        is_disk = demote.tier is TierKind.NVME
+        fate = rng.choices(("well", "late", "EIO", "lost"), (10, 2, 1, 1) if is_disk else (10, 2, 0, 0))[0]
         fails_at = rng.randrange(len(demote.slots)) if fate == "EIO" else None
         writer = (node.daemon, rng.getrandbits(32))
         for slot in demote.slots:
@@ -88,7 +90,7 @@ class SimulatedTier:
         for index, (source, slot, record) in enumerate(
             zip(demote.sources, demote.slots, demote.records, strict=True)
         ):
-            yield from self._wait(may_stall=fate == "late")
+            yield from self._wait(demote.tier, may_stall=fate == "late")
             if index == fails_at:
                 break
             tokens = [node.read(page) for page in pages_of(source)]
@@ -96,6 +98,10 @@ class SimulatedTier:
                 if CORRUPT not in tokens and record.block in reading.blocks:
                     raise Violation(f"a demote copies {tokens[0]!r} from a slot that should hold a block")
                 corrupt.append(index)
+                continue
+            if not is_disk:
+                yield from self._write_pages(pages_of(slot), tokens, writer)
+                written.append(index)
                 continue
             node.torn.add(slot)
             if fate != "lost":
@@ -116,17 +122,21 @@ class SimulatedTier:
         node.forget_headers(slot)
         node.torn.add(slot)
         node.headers[slot] = record
-        for page, token in pages:
-            node.write(page, token, writer)
-            yield self._rng.expovariate(2000)
+        yield from self._write_pages([page for page, _ in pages], [token for _, token in pages], writer)
         node.torn.discard(slot)
+
+    def _write_pages(self, pages: Sequence[PageId], tokens: Sequence[object], writer: Writer) -> Steps:
+        for page, token in zip(pages, tokens, strict=True):
+            self._node.write(page, token, writer)
+            yield self._rng.expovariate(2000)
 
     # ---- up
 
     def fetch(self, fetch: m.Fetch) -> Steps:
         """Read, verify, and put where it is wanted; if it takes too long, go on all the same."""
         node, rng = self._node, self._rng
-        fate = rng.choices(("well", "late", "EIO"), (8, 2, 1))[0]
+        is_disk = fetch.tier is TierKind.NVME
+        fate = rng.choices(("well", "late", "EIO"), (8, 2, 1) if is_disk else (8, 2, 0))[0]
         fails_at = rng.randrange(len(fetch.slots)) if fate == "EIO" else None
         writer = (node.daemon, rng.getrandbits(32))
         for slot in fetch.slots:
@@ -138,19 +148,21 @@ class SimulatedTier:
         for index, (source, slot, record) in enumerate(
             zip(fetch.sources, fetch.slots, fetch.records, strict=True)
         ):
-            yield from self._wait(may_stall=fate == "late")
+            yield from self._wait(fetch.tier, may_stall=fate == "late")
             tokens = [node.read(page) for page in pages_of(source)]
+            if not is_disk:
+                tokens.insert(0, record)
             if index == fails_at or not self._is_right(tokens, record):
                 fault = "EIO" if index == fails_at else "corrupt"
                 wrong = [] if index == fails_at else [record.block.key]
                 if wrong and record.block in reading.blocks and not self._may_be_wrong(tokens, source):
                     raise Violation(f"a fetch of {record.block} finds {tokens}")
                 break
-            for page, token in zip(pages_of(slot), tokens[1:], strict=True):
-                node.write(page, token, writer)
-                yield rng.expovariate(2000)
+            yield from self._write_pages(pages_of(slot), tokens[1:], writer)
             ready.append(record.checksum)
             if not state["overdue"] and rng.random() < 0.7:
+                for written in fetch.slots[index + 1 - len(ready) : index + 1]:
+                    node.copy_ends(written, writer)  # of what has arrived nothing is written any more
                 self._simulation.handle(m.Arrived(fetch.pull, ready))
                 ready = []
         if ready and not state["overdue"]:

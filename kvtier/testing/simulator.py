@@ -21,7 +21,7 @@ from typing import Any
 from kvtier.core import messages as m
 from kvtier.core.config import CoreConfig, TierSpec
 from kvtier.testing.simulated_engine import SimulatedEngine, Sleep, Task, make_chain, make_layout
-from kvtier.testing.simulated_node import DISK, SimulatedNode
+from kvtier.testing.simulated_node import DISK, FAR, SimulatedNode
 from kvtier.testing.simulated_tier import SimulatedTier
 from kvtier.types import PAGE_SIZE_BYTES, TierKind
 
@@ -62,10 +62,14 @@ class Simulation:
     check_every
         `CacheCore.check` after each event, or after every so many.
     below
-        Whether there is a tier below; None: the seed decides that, too.
+        Whether there is a disk below; None: the seed decides that, too.
+    far
+        Whether there is far memory between it and the top; None: the seed decides, where there is a disk.
     """
 
-    def __init__(self, seed: int, check_every: int = 1, below: bool | None = None) -> None:
+    def __init__(
+        self, seed: int, check_every: int = 1, below: bool | None = None, far: bool | None = None
+    ) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
         self.now_s = 0.0
@@ -81,7 +85,9 @@ class Simulation:
         ttl_s = self.rng.choice((1.0, 3.0))
         if below is None:
             below = bool(seed % 3)
-        more = self._below(seed) if below else {}
+        if far is None:
+            far = below and bool(seed % 2)
+        more = self._below(seed) if below or far else {}
         config = CoreConfig(
             lease_ttl_s=ttl_s,
             hold_ttl_s=ttl_s,
@@ -92,13 +98,16 @@ class Simulation:
         )
         extent_bytes = PAGE_SIZE_BYTES * self.rng.choice((4, 6, 8))
         capacity_bytes = extent_bytes * self.rng.choice((4, 8, 16))
-        if below:
+        if below or far:
             capacity_bytes = min(capacity_bytes, 4 * extent_bytes)  # so that much has to go down
         frees_at_once = self.rng.random() < 0.6
         tier = TierSpec(TierKind.DRAM, capacity_bytes, capacity_bytes, extent_bytes, frees_at_once)
         self.layouts = [make_layout(pages) for pages in self.rng.choice(((1,), (1, 2), (1, 2, 3)))]
         self.shards = self.rng.choice((1, 1, 2))
-        self.node = SimulatedNode(self.rng, config, tier, self._disk(extent_bytes) if below else None)
+        disk = self._disk(extent_bytes) if below else None
+        self.node = SimulatedNode(
+            self.rng, config, tier, disk, self._far(seed, extent_bytes) if far else None
+        )
         self.tier = SimulatedTier(self)
         self.engines: list[SimulatedEngine] = []
         self.everyone: list[SimulatedEngine] = []
@@ -121,6 +130,11 @@ class Simulation:
         return TierSpec(
             TierKind.NVME, size, size, extent_bytes, frees_at_once, DISK, PAGE_SIZE_BYTES, outlives=True
         )
+
+    @staticmethod
+    def _far(seed: int, extent_bytes: int) -> TierSpec:
+        size = extent_bytes * random.Random(f"far/{seed}").choice((2, 4, 8))
+        return TierSpec(TierKind.FAR, size, size, extent_bytes, arena=FAR)
 
     # ---- clock and tasks
 
@@ -313,7 +327,7 @@ class Simulation:
         assert self.tasks == 0, "a simulated task never ended"
         for chain in self._all_chains():
             self.handle(m.Evict(self.rng.randbytes(16), chain))
-        if self.node.below is not None:
+        if self.node.core.lower:
             self._evict_again()
         end_s = self.now_s + 60.0
         while self.now_s < end_s:

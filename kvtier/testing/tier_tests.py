@@ -308,7 +308,8 @@ class TierTests:
         assert view.nbytes == slot.size_bytes
         assert view == payload
         view[:5] = b"hello"
-        assert await read_all(tier, [slot], [payload]) == [b"hello" + payload[5:]]
+        changed = b"hello" + payload[5:]
+        assert await read_all(tier, [slot], [changed]) == [changed]
         for wrong in self.wrong_slots(tier):
             with pytest.raises(TierFault):
                 tier.view(wrong)

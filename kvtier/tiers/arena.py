@@ -23,7 +23,7 @@ import numpy as np
 from kvtier import logs
 from kvtier.errors import ConfigError, ResourceShortage, TierFault
 from kvtier.interfaces import Tier, TierTraits
-from kvtier.tiers import leftovers, shm, shortage
+from kvtier.tiers import binding, leftovers, numa, shm, shortage
 from kvtier.tiers.leftovers import OldArena
 from kvtier.types import PAGE_SIZE_BYTES, BlockRecord, Slot, TierKind
 
@@ -32,6 +32,8 @@ Progress = Callable[[int, int], object]
 
 GROW_STEP_BYTES: Final = 1 << 30
 """One background step allocates at most so much before `grow` reports it (one extent at least)."""
+ENOUGH_HUGE: Final = 0.9
+"""Share of the arena in huge pages, below which an arena that requires them says so."""
 _INLINE_COPY_BYTES: Final = 256 << 10
 
 _log = logs.get("arena")
@@ -56,6 +58,12 @@ class Arena(Tier):
     old_arena_deadline_s
         How long after `open` engines may keep memory of older arenas; then it is taken from under them
         (what they map reads as zeros, and no lease of a dead daemon is valid).
+    bound_to
+        NUMA nodes that all its memory comes from; none: it lies where the kernel puts it. Where the kernel
+        refuses that, the arena goes on without, and `notices` says so.
+    huge_pages
+        ``off``: ordinary pages. ``advise``: huge ones are asked for. ``require``: also `notices` where they
+        are few (whether the kernel gives any is for the caller to check).
     on_progress
         Told how far `open` is.
     clock_s
@@ -74,6 +82,8 @@ class Arena(Tier):
         extent_bytes: int,
         shm_dir: Path = Path("/dev/shm"),
         old_arena_deadline_s: float = 30.0,
+        bound_to: Sequence[int] = (),
+        huge_pages: str = "advise",
         on_progress: Progress | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,6 +97,11 @@ class Arena(Tier):
         self._extent_bytes = extent_bytes
         self._shm_dir = shm_dir
         self._deadline_after_s = old_arena_deadline_s
+        self._bound_to = tuple(bound_to)
+        self._is_huge = huge_pages != "off" and extent_bytes % numa.huge_page_bytes() == 0
+        self._needs_huge = huge_pages == "require"
+        self._unbound = ""
+        self._few_huge = ""
         self._on_progress = on_progress
         self._clock_s = clock_s
         self._deadline_s = 0.0
@@ -132,6 +147,11 @@ class Arena(Tier):
         """Memory of older arenas of this node that engines still map, measured now."""
         with self._old_lock:
             return sum(old.used_bytes for old in self._old)
+
+    @property
+    def notices(self) -> list[str]:
+        """What is not as it was asked for."""
+        return [notice for notice in (self._unbound, self._few_huge) if notice]
 
     # ---- the life of the medium
 
@@ -288,9 +308,11 @@ class Arena(Tier):
             self._deadline_s = self._clock_s() + self._deadline_after_s
             wanted_bytes = self._room_bytes()
             shortage.check(self._capacity_bytes, wanted_bytes, self._shm_dir)
+            self._check_nodes(wanted_bytes)
             progress(0, wanted_bytes)
             self._create()
             self._extend(wanted_bytes, progress)
+            self._count_huge()
         except OSError as error:
             raise ResourceShortage(shortage.explain(error, self._capacity_bytes, self._shm_dir)) from error
 
@@ -301,6 +323,27 @@ class Arena(Tier):
         os.ftruncate(self._fd, self._capacity_bytes)
         self._mapping = mmap.mmap(self._fd, self._capacity_bytes)
         self._bytes = memoryview(self._mapping)
+        if self._bound_to and (why := binding.bind(self._mapping, self._bound_to)):
+            where = ", ".join(map(str, self._bound_to))
+            self._unbound = f"its memory is not bound to NUMA node {where}: {why}"
+            _log.warning("the arena is not bound to its NUMA node", nodes=where, why=why)
+
+    def _check_nodes(self, wanted_bytes: int) -> None:
+        if self._bound_to and not self._unbound:
+            binding.check_room("dram_bytes", wanted_bytes, self._bound_to, numa.memory_nodes())
+
+    def _count_huge(self) -> None:
+        """Even where huge pages are allowed, memory in small pieces gives none."""
+        assert self._mapping is not None
+        if not self._needs_huge or self._stopping.is_set():
+            return
+        found = shm.huge_bytes(self._mapping)
+        if found < self._allocated_bytes * ENOUGH_HUGE:
+            self._few_huge = (
+                f"only {found} of {self._allocated_bytes} bytes lie in huge pages, since memory is in small "
+                "pieces: echo 1 > /proc/sys/vm/compact_memory, then start the daemon again"
+            )
+            _log.warning("few huge pages", huge_bytes=found, allocated_bytes=self._allocated_bytes)
 
     def _extend(self, target_bytes: int, progress: Progress | None = None) -> None:
         """Allocate and touch up to `target_bytes`, extent by extent; stops early on `close`."""
@@ -317,8 +360,10 @@ class Arena(Tier):
     def _back(self, offset_bytes: int, size_bytes: int) -> None:
         assert self._fd is not None
         assert self._mapping is not None
+        shm.advise(self._mapping, offset_bytes, size_bytes, huge=self._is_huge)
+        if self._is_huge:
+            shm.populate_first(self._mapping, offset_bytes, size_bytes)
         shm.allocate(self._fd, offset_bytes, size_bytes)
-        shm.advise(self._mapping, offset_bytes, size_bytes)
         shm.populate(self._mapping, offset_bytes, size_bytes)
 
     def _room_bytes(self) -> int:
@@ -331,14 +376,16 @@ class Arena(Tier):
         try:
             self._settle_old()
             step_bytes = max(GROW_STEP_BYTES // self._extent_bytes, 1) * self._extent_bytes
-            self._extend(min(self._room_bytes(), before_bytes + step_bytes))
-        except OSError as error:
+            target_bytes = min(self._room_bytes(), before_bytes + step_bytes)
+            self._check_nodes(max(0, target_bytes - before_bytes))
+            self._extend(target_bytes)
+        except (OSError, ResourceShortage) as error:
             self._give_back()
             if not self._complained:
-                _log.warning(
-                    "the arena cannot grow now and tries again",
-                    error=shortage.explain(error, self._capacity_bytes, self._shm_dir),
-                )
+                why = str(error)
+                if isinstance(error, OSError):
+                    why = shortage.explain(error, self._capacity_bytes, self._shm_dir)
+                _log.warning("the arena cannot grow now and tries again", error=why)
             self._complained = True
         else:
             self._complained = False

@@ -20,7 +20,8 @@ SAME_NODE_DISTANCE: Final = 10
 """What the firmware writes for a node and itself; others are in proportion."""
 _NODE: Final = re.compile(r"node([0-9]{1,5})")
 _HUGE: Final = re.compile(r"hugepages-([0-9]{1,10})kB")
-_MEMINFO: Final = re.compile(r"Node +[0-9]+ +(\w+): +([0-9]{1,16}) kB")
+_MEMINFO: Final = re.compile(r"Node +[0-9]+ +([\w()]+): +([0-9]{1,16}) kB")
+_USUAL_HUGE_PAGE_BYTES: Final = 2 << 20
 _TIER: Final = re.compile(r"memory_tier([0-9]{1,5})")
 _HUGE_OPTIONS: Final = frozenset({"huge=always", "huge=within_size", "huge=advise"})
 
@@ -49,6 +50,8 @@ class MemoryNode:
         (node, distance) to every node that is online, itself included; empty where the kernel does not say.
     kernel_tier
         Rank among the kernel's memory tiers, smaller is faster; None on kernels without them.
+    cached_bytes
+        Files that the kernel could forget.
     """
 
     node: int
@@ -58,6 +61,12 @@ class MemoryNode:
     distances: tuple[tuple[int, int], ...]
     kernel_tier: int | None
     huge_pages: tuple[HugePages, ...]
+    cached_bytes: int = 0
+
+    @property
+    def available_bytes(self) -> int:
+        """What can be taken without swapping, as far as the kernel says."""
+        return self.free_bytes + self.cached_bytes
 
     @property
     def is_expander(self) -> bool:
@@ -114,6 +123,19 @@ def huge_page_choice(directory: Path, *, root: Path = SYSFS, mountinfo: Path = M
     return option in _HUGE_OPTIONS, f"{mount.point} is mounted with {option}"
 
 
+def anonymous_huge_choice(root: Path = SYSFS) -> tuple[bool, str]:
+    """Whether memory that is no file gets huge pages on `madvise`, and which setting says so."""
+    setting = sysfs.chosen(sysfs.text(root / "kernel/mm/transparent_hugepage/enabled"))
+    why = f"transparent_hugepage/enabled is {setting}" if setting else "the kernel has no such pages"
+    return setting in ("always", "madvise"), why
+
+
+def huge_page_bytes(root: Path = SYSFS) -> int:
+    """Size of the huge pages that `madvise` asks for."""
+    size_bytes = sysfs.number(root / "kernel/mm/transparent_hugepage/hpage_pmd_size")
+    return size_bytes if size_bytes is not None and size_bytes > 0 else _USUAL_HUGE_PAGE_BYTES
+
+
 def own_cpus() -> frozenset[int]:
     """CPUs that this process may run on."""
     return frozenset(os.sched_getaffinity(0))
@@ -136,6 +158,7 @@ def _read_node(directory: Path, node: int, online: Sequence[int], kernel_tier: i
         distances=tuple(zip(online, map(int, distances), strict=True)) if valid else (),
         kernel_tier=kernel_tier,
         huge_pages=tuple(_read_huge_pages(directory / "hugepages")),
+        cached_bytes=sum(int(found.get(name, 0)) for name in ("Active(file)", "Inactive(file)")) * 1024,
     )
 
 

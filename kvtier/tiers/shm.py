@@ -11,6 +11,8 @@ import errno
 import fcntl
 import mmap
 import os
+import re
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -18,11 +20,15 @@ import numpy as np
 CHUNK_BYTES: Final = 64 << 20
 """One call into the kernel works on at most so many bytes (about 50 ms), so that a stop is soon heard."""
 
+_MADV_DONTFORK: Final = 10
 _MADV_HUGEPAGE: Final = 14
 _MADV_DONTDUMP: Final = 16
 _MADV_POPULATE_WRITE: Final = 23
 _FALLOC_FL_KEEP_SIZE: Final = 1
 _FALLOC_FL_PUNCH_HOLE: Final = 2
+
+SMAPS: Final = Path("/proc/self/smaps")
+_RANGE: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -51,7 +57,9 @@ def punch(fd: int, offset_bytes: int, size_bytes: int) -> None:
 
 
 def populate(mapping: mmap.mmap, offset_bytes: int, size_bytes: int) -> None:
-    """Fill this process's page tables for a range that is allocated and not used by anybody yet."""
+    """Fill this process's page tables for a range that is allocated, or anonymous, and not used by anybody
+    yet.
+    """
     while _libc.madvise(address_of(mapping) + offset_bytes, size_bytes, _MADV_POPULATE_WRITE):
         code = ctypes.get_errno()
         if code == errno.EINVAL:  # kernels before 5.14
@@ -61,10 +69,40 @@ def populate(mapping: mmap.mmap, offset_bytes: int, size_bytes: int) -> None:
             raise OSError(code, os.strerror(code))
 
 
-def advise(mapping: mmap.mmap, offset_bytes: int, size_bytes: int) -> None:
+def populate_first(mapping: mmap.mmap, offset_bytes: int, size_bytes: int) -> None:
+    """Touch a range of a file before it is allocated, as far as that goes; never a SIGBUS.
+
+    On a mount with ``huge=advise`` a fault gets the huge pages that were asked for, `allocate` does not.
+    Where memory is short, or the kernel is older than 5.14, nothing has happened, and `allocate` says why.
+    """
+    _libc.madvise(address_of(mapping) + offset_bytes, size_bytes, _MADV_POPULATE_WRITE)
+
+
+def advise(mapping: mmap.mmap, offset_bytes: int, size_bytes: int, *, huge: bool = True) -> None:
     """Keep a range out of core dumps and ask for huge pages; a kernel that does neither is fine."""
-    for advice in (_MADV_DONTDUMP, _MADV_HUGEPAGE):
+    for advice in (_MADV_DONTDUMP, _MADV_HUGEPAGE) if huge else (_MADV_DONTDUMP,):
         _libc.madvise(address_of(mapping) + offset_bytes, size_bytes, advice)
+
+
+def keep_private(mapping: mmap.mmap) -> None:
+    """No child process gets a copy of these page tables."""
+    _libc.madvise(address_of(mapping), len(mapping), _MADV_DONTFORK)
+
+
+def huge_bytes(mapping: mmap.mmap) -> int:
+    """How much of a mapping lies in huge pages now; 0 where the kernel does not say."""
+    address, found, is_here = address_of(mapping), 0, False
+    try:
+        with SMAPS.open() as lines:
+            for line in lines:
+                if match := _RANGE.match(line):
+                    begin, end = int(match[1], 16), int(match[2], 16)
+                    is_here = begin < address + len(mapping) and address < end
+                elif is_here and line.startswith(("AnonHugePages:", "ShmemPmdMapped:")):
+                    found += int(line.split()[1]) * 1024
+    except OSError:
+        return 0
+    return min(found, len(mapping))  # the kernel shows neighbours that are alike as one
 
 
 def try_lock(fd: int, operation: int) -> bool:

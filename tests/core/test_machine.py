@@ -5,8 +5,8 @@ nor lost since, and a prompt can load the leading keys that are visible, and tho
 core evicts by itself is learnt from it, but never a protected block, never anything while there is room,
 never a block before those that continue it. What is published is what is visible.
 
-There may be a tier below. It has its own model, of what demotes have written, were said to have been found
-at the start, and nobody dropped since; what fetches bring from there comes like what pulls bring.
+There may be tiers below, far memory and NVMe. Each has its own model, of what demotes have written, what was
+said to have been found at the start, and nobody dropped since; what fetches bring comes like what pulls do.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.pulls: dict[int, Coming] = {}
         self.replicas: set[tuple[int, Key]] = set()
         self.published: dict[tuple[int, Key], TierKind] = {}
-        self.below: dict[tuple[int, Key], Key | None] = {}  # as `visible`
+        self.below: dict[TierKind, dict[tuple[int, Key], Key | None]] = {}  # as `visible`
         self.demotes: dict[int, Going] = {}
         self.is_down = False
         self.invalid: set[int] = set()
@@ -120,6 +120,7 @@ class CoreMachine(RuleBasedStateMachine):
         leased=st.sampled_from((0.5, 1.0)),
         nvme=st.sampled_from((0, 2, 3, 6)),
         nvme_frees_at_once=st.booleans(),
+        far=st.sampled_from((0, 0, 1, 2, 4)),
         high=st.sampled_from((0.01, 0.01, 0.6)),
         uses=st.sampled_from((1, 1, 2)),
         batch=st.sampled_from((1, 3, 8)),
@@ -135,6 +136,7 @@ class CoreMachine(RuleBasedStateMachine):
         leased: float,
         nvme: int,
         nvme_frees_at_once: bool,
+        far: int,
         high: float,
         uses: int,
         batch: int,
@@ -158,8 +160,8 @@ class CoreMachine(RuleBasedStateMachine):
             max_fetches=max_pulls,
             max_fetched_fraction=pulled,
         )
-        size = (min(extents, 3) if nvme else extents) * 4 * PAGE
-        more = 0 if nvme else 8 * PAGE  # a small tier, so that more goes through the one below
+        size = (min(extents, 3) if nvme or far else extents) * 4 * PAGE
+        more = 0 if nvme or far else 8 * PAGE  # a small tier, so that more goes through the one below
         tier = TierSpec(TierKind.DRAM, size + more, size, 4 * PAGE, frees_at_once)
         below = TierSpec(
             TierKind.NVME,
@@ -170,7 +172,10 @@ class CoreMachine(RuleBasedStateMachine):
             header_bytes=PAGE,
             outlives=True,
         )
-        self.core = CacheCore(config, [tier, below] if nvme else [tier])
+        between = TierSpec(TierKind.FAR, far * 4 * PAGE, far * 4 * PAGE, 4 * PAGE)
+        tiers = [tier, *([below] if nvme else []), *([between] if far else [])]
+        self.core = CacheCore(config, tiers)
+        self.below = {its.kind: {} for its in self.core.lower}
         if nvme:
             self.recover(_keys(1, found))
         for name in ENGINES:
@@ -183,7 +188,7 @@ class CoreMachine(RuleBasedStateMachine):
             slot = Slot(0, index // 3, index * 2 * PAGE, 2 * PAGE)
             record = BlockRecord(BlockId(key, 0), PARENTS[key], LAYOUTS[1].fingerprint(), PAGE, key[:16])
             blocks.append((slot, record))
-            self.below[0, key] = PARENTS[key]
+            self.below[TierKind.NVME][0, key] = PARENTS[key]
         self.do(m.Recovered(TierKind.NVME, blocks[::-1], is_last=False))
         self.do(m.Recovered(TierKind.NVME, blocks, is_last=True))
 
@@ -203,9 +208,7 @@ class CoreMachine(RuleBasedStateMachine):
                 case m.Lost():
                     for block in action.blocks:
                         self._gone(block.shard, block.key)
-                        for going in self.demotes.values():
-                            if (block.shard, block.key) in going.names:
-                                going.lost.add(going.names.index((block.shard, block.key)))
+                        self._lost(TierKind.DRAM, (block.shard, block.key))
                         self.invalid |= {
                             n
                             for n, v in self.leases.items()
@@ -247,9 +250,27 @@ class CoreMachine(RuleBasedStateMachine):
             for key in its.keys[its.arrived :]
         }
 
-    def going(self) -> set[tuple[int, Key]]:
-        """What demotes are writing."""
-        return {name for going in self.demotes.values() for name in going.names}
+    def going(self, into: TierKind) -> set[tuple[int, Key]]:
+        """What demotes are writing there."""
+        return {name for its in self.demotes.values() if its.demote.tier is into for name in its.names}
+
+    def leaving(self, source: TierKind) -> set[tuple[int, Key]]:
+        """What demotes read there, and nobody has found to be wrong."""
+        return {
+            name
+            for its in self.demotes.values()
+            if its.demote.source is source
+            for index, name in enumerate(its.names)
+            if index not in its.lost
+        }
+
+    def _lost(self, tier: TierKind, name: tuple[int, Key]) -> None:
+        for its in self.demotes.values():
+            if its.demote.source is tier and name in its.names:
+                its.lost.add(its.names.index(name))
+
+    def names_below(self) -> set[tuple[int, Key]]:
+        return {name for names in self.below.values() for name in names}
 
     def _gone(self, shard: int, key: Key) -> None:
         del self.visible[shard, key]
@@ -260,31 +281,32 @@ class CoreMachine(RuleBasedStateMachine):
         self._comes(pull.pull, Coming(pull.shard, pull.keys), pull.slots)
 
     def _fetch(self, fetch: m.Fetch) -> None:
-        assert not self.is_down
+        assert not self.is_down or fetch.tier is not TierKind.NVME
         assert fetch.timeout_s >= 0.1
         shard = fetch.records[0].block.shard
         keys = [record.block.key for record in fetch.records]
         assert all(record.block.shard == shard for record in fetch.records)
         assert [record.checksum for record in fetch.records] == [key[:16] for key in keys]
-        slots = {(p.block.shard, p.block.key): p.slot for p in self._places(keys, TierKind.NVME)}
+        slots = {(p.block.shard, p.block.key): p.slot for p in self._places(keys, fetch.tier)}
         assert [slots[shard, key] for key in keys] == fetch.sources, "it reads what is not there"
         self._comes(fetch.pull, Coming(shard, keys, fetch), fetch.slots)
 
     def _demote(self, demote: m.Demote) -> None:
-        assert not self.is_down
+        assert not self.is_down or demote.tier is not TierKind.NVME
         names = [(record.block.shard, record.block.key) for record in demote.records]
         assert len(set(names)) == len(names) == len(demote.slots) == len(demote.sources) > 0
-        assert not set(names) & self.going(), "what goes down already is copied again"
-        here = self._places([key for _, key in names], TierKind.DRAM)
+        assert not set(names) & self.going(demote.tier), "what goes down already is copied again"
+        here = self._places([key for _, key in names], demote.source)
         slots = {(place.block.shard, place.block.key): place.slot for place in here}
         assert [slots[name] for name in names] == demote.sources, "it copies what is not here"
-        there = {(p.block.shard, p.block.key) for p in self._places([k for _, k in names], TierKind.NVME)}
+        there = {(p.block.shard, p.block.key) for p in self._places([k for _, k in names], demote.tier)}
         assert not set(names) & there, "what is below is copied again"
         self.demotes[demote.demote] = Going(demote, names)
         for record in demote.records:
             assert record.parent == PARENTS[record.block.key]
             assert record.checksum == record.block.key[:16]
-        assert len(self.demotes) <= self.core.config.max_demotes
+        same = [its for its in self.demotes.values() if its.demote.tier is demote.tier]
+        assert len(same) <= self.core.config.max_demotes
 
     def _comes(self, number: int, pull: Coming, slots: list[Slot]) -> None:
         assert number not in self.pulls
@@ -471,7 +493,7 @@ class CoreMachine(RuleBasedStateMachine):
             assert reply.reason in ("missing", "slow")
         if reply.reason == "missing" and self.core.lower and not self.is_down:
             after = keys[reply.blocks]
-            had = self.visible.keys() | self.pulling() | self.below.keys()
+            had = self.visible.keys() | self.pulling() | self.names_below()
             if not any((shard, after) in self.storing() for shard in range(shards)):
                 assert not all((shard, after) in had for shard in range(shards)), "it was to be had below"
 
@@ -663,7 +685,9 @@ class CoreMachine(RuleBasedStateMachine):
             self._cut(pull)
         bad = pull.keys[pull.arrived : pull.arrived + wrong] if pull.fetch else []
         for key in bad:
-            self.below.pop((pull.shard, key), None)
+            assert pull.fetch is not None
+            self.below[pull.fetch.tier].pop((pull.shard, key), None)
+            self._lost(pull.fetch.tier, (pull.shard, key))
         assert self.do(m.PullEnded(number, fault, bad)) is None
 
     def _cut(self, pull: Coming) -> None:
@@ -693,7 +717,10 @@ class CoreMachine(RuleBasedStateMachine):
         going = self.demotes.pop(number)
         for index in set(written) - going.lost:
             shard, key = going.names[index]
-            self.below[shard, key] = PARENTS[key]
+            self.below[going.demote.tier][shard, key] = PARENTS[key]
+        for index in (corrupt or set()) - going.lost:
+            if going.demote.source is not TierKind.DRAM:
+                self.below[going.demote.source].pop(going.names[index], None)
         verifies = len(self.verifies)
         assert self.do(m.Demoted(number, written, sorted(corrupt or ()), fault)) is None
         for verify in self.verifies[verifies:]:
@@ -702,6 +729,8 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.core.lower)
     @rule(down=st.sampled_from((True, False, False)))
     def tier_down_or_up(self, down: bool) -> None:
+        if TierKind.NVME not in self.below:
+            return
         self.is_down = down
         self.do((m.TierDown if self.is_down else m.TierUp)(TierKind.NVME))
 
@@ -774,9 +803,9 @@ class CoreMachine(RuleBasedStateMachine):
         keys = _keys(pages, path)
         reply = self.do(m.Evict(self.call_id(), keys))
         assert isinstance(reply, m.Evicted)
-        before = set(self.below)
+        before = sum(map(len, self.below.values()))
         gone = self._learn_evictions()
-        assert len(gone) <= reply.blocks <= len(gone) + len(before - self.below.keys())
+        assert len(gone) <= reply.blocks <= len(gone) + before - sum(map(len, self.below.values()))
 
     @rule(blocks=st.integers(1, 3))
     def scrub(self, blocks: int) -> None:
@@ -849,11 +878,11 @@ class CoreMachine(RuleBasedStateMachine):
                 return False
         return True
 
-    def _is_reachable_below(self, shard: int, key: Key) -> bool:
-        going = self.going()
-        at = self.below[shard, key]
+    def _is_reachable_below(self, tier: TierKind, shard: int, key: Key) -> bool:
+        going, below = self.going(tier), self.below[tier]
+        at = below[shard, key]
         while at is not None:
-            if (shard, at) not in self.below and (shard, at) not in going:
+            if (shard, at) not in below and (shard, at) not in going:
                 return False
             at = PARENTS[at]
         return True
@@ -875,26 +904,32 @@ class CoreMachine(RuleBasedStateMachine):
                 assert not gone & kept, "a leased block went"
         for verify in self.verifies:
             assert (verify.block.shard, verify.block.key) not in gone, "a block went that is being verified"
-        assert not gone & self.going(), "a block went that is being copied"
+        assert not gone & self.leaving(TierKind.DRAM), "a block went that is being copied"
         for name in list(gone):
             self._gone(*name)
         return gone
 
     def _learn_below(self) -> None:
-        places = self._places([key for _, key in self.below], TierKind.NVME)
+        for tier, below in self.below.items():
+            self._learn_tier(tier, below)
+
+    def _learn_tier(self, tier: TierKind, below: dict[tuple[int, Key], Key | None]) -> None:
+        places = self._places([key for _, key in below], tier)
         here = {(place.block.shard, place.block.key) for place in places}
-        every = self._places([key for keys in self.core.ids().values() for key in keys], TierKind.NVME)
+        every = self._places([key for keys in self.core.ids().values() for key in keys], tier)
         assert len(every) == len(places), "something is below that nobody has written"
-        assert here <= self.below.keys(), "something is below that nobody has written"
-        gone = self.below.keys() - here
+        assert here <= below.keys(), "something is below that nobody has written"
+        gone = below.keys() - here
+        assert not gone & self.leaving(tier), "a block went below that is being copied"
         for name in here:
-            parent = self.below[name]
+            parent = below[name]
             assert parent is None or (name[0], parent) not in gone, "one went below before its continuation"
         for pull in self.pulls.values():
-            read = set() if pull.fetch is None else {(pull.shard, key) for key in pull.keys}
+            reads = pull.fetch is not None and pull.fetch.tier is tier
+            read = {(pull.shard, key) for key in pull.keys if reads}
             assert not gone & read, "a block went below that is being read"
         for name in list(gone):
-            del self.below[name]
+            del below[name]
 
     @invariant()
     def invariants(self) -> None:
@@ -905,11 +940,13 @@ class CoreMachine(RuleBasedStateMachine):
         places = self._places([k for _, k in self.visible], TierKind.DRAM)
         assert {(place.block.shard, place.block.key) for place in places} == self.visible.keys()
         assert {(p.block.shard, p.block.key) for p in places if p.replica} == self.replicas
-        published = {name: TierKind.NVME for name in self.below if self._is_reachable_below(*name)}
+        published = {}
+        for tier, below in reversed(self.below.items()):
+            published |= {name: tier for name in below if self._is_reachable_below(tier, *name)}
         published |= {name: TierKind.DRAM for name in self.visible if self._is_reachable(*name)}
         assert self.published == published
         stats = self.core.stats().tiers
-        assert [tier.blocks for tier in stats] == [len(self.visible), len(self.below)][: len(stats)]
+        assert [tier.blocks for tier in stats] == [len(self.visible), *map(len, self.below.values())]
         running = [its for demotes in self.core.demotes for its in demotes.running]
         assert sorted(running) == sorted(self.demotes)
         assert self.core.pulls.running.keys() == self.pulls.keys()
@@ -922,8 +959,8 @@ class CoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
-        if self.core.lower:
-            self.do(m.TierDown(TierKind.NVME))
+        for tier in self.below:
+            self.do(m.TierDown(tier))  # nothing new begins
         for number in list(self.pulls):
             del self.pulls[number]
             self.do(m.PullEnded(number, "cancelled"))
@@ -936,7 +973,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.now_s += 100
         self.do(m.Tick())
         self._learn_below()
-        everything = [key for _, key in (*self.visible, *self.below)]
+        everything = [
+            key for _, key in (*self.visible, *(name for names in self.below.values() for name in names))
+        ]
         if everything:
             reply = self.do(m.Evict(self.call_id(), everything))
             assert reply == m.Evicted(len(everything), 0)

@@ -52,9 +52,12 @@ class World:
         nvme_frees_at_once: bool = False,
         nvme_extent_pages: int = 8,
         outlives: bool = False,
+        far: int = 0,
         **config: Any,
     ) -> None:
-        """`nvme`: slots of a tier below, each with a header of one page before its block."""
+        """`nvme`: slots of a tier below, each with a header of one page before its block; `far`: slots of a
+        tier between the two.
+        """
         defaults = {"max_leased_fraction": 1.0, "max_unfinished_fraction": 1.0, "max_pinned_fraction": 1.0}
         top = TierSpec(
             TierKind.DRAM,
@@ -75,9 +78,9 @@ class World:
             header_bytes=PAGE,
             outlives=outlives,
         )
-        self.core = CacheCore(
-            CoreConfig(**{**defaults, **config}), [below, top] if nvme else [top], seed=seed
-        )
+        between = TierSpec(TierKind.FAR, far * PAGE, far * PAGE, extent_pages * PAGE, arena=8)
+        tiers = [*([below] if nvme else []), *([between] if far else []), top]
+        self.core = CacheCore(CoreConfig(**{**defaults, **config}), tiers, seed=seed)
         self.now_s = 0.0
         self.layouts: dict[str, Layout] = {}
         self.instructions: list[m.Instruction] = []

@@ -88,7 +88,7 @@ def test_resolving() -> None:
     assert resolver.resolve([both], NOW_S) == [(nvme,)], "another incarnation does not count"
 
 
-@pytest.mark.parametrize("tier", [0, 4, 128, 255])
+@pytest.mark.parametrize("tier", [0, 5, 128, 255])
 def test_unknown_tiers(tier: int) -> None:
     resolver = Resolver()
     resolver.update([record_of(1)])

@@ -96,24 +96,25 @@ def what_is_fetched_may_be_evicted_meanwhile(patch: pytest.MonkeyPatch) -> None:
         for block in entry.below:
             tier.unguard(block)
 
-    def wrong_leave(entry: PullEntry, tier: LowerTier, event: m.PullEnded) -> None:
+    def wrong_leave(entry: PullEntry, tier: LowerTier, event: m.PullEnded) -> list[Block]:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(tier, "unguard", lambda block: None)
             leave(entry, tier, event)
+        return []
 
     patch.setattr(Pulls, "_read_below", wrong_read)
     patch.setattr(Pulls, "_leave_below", staticmethod(wrong_leave))
 
 
 def what_a_fetch_has_read_stays_guarded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pulls, "_leave_below", staticmethod(lambda entry, tier, event: None))
+    patch.setattr(Pulls, "_leave_below", staticmethod(lambda entry, tier, event: []))
 
 
 def what_was_found_to_be_wrong_stays(patch: pytest.MonkeyPatch) -> None:
     leave = Pulls._leave_below
 
-    def wrong(entry: PullEntry, tier: LowerTier, event: m.PullEnded) -> None:
-        leave(entry, tier, replace(event, wrong=()))
+    def wrong(entry: PullEntry, tier: LowerTier, event: m.PullEnded) -> list[Block]:
+        return leave(entry, tier, replace(event, wrong=()))
 
     patch.setattr(Pulls, "_leave_below", staticmethod(wrong))
 

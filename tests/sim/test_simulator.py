@@ -45,8 +45,22 @@ def test_a_fixed_set_of_histories_in_which_everything_happens() -> None:
     wanted |= {"Grow", "Pin", "evicted by hand", "Verified", "flipped"}
     wanted |= {"Demote begun", "demoted", "Fetch begun", "fetched", "Recovered", "TierDown", "TierUp"}
     assert all(happened.get(name, 0) >= 20 for name in wanted), happened
-    assert all(happened.get(name, 0) >= 5 for name in ("Overdue", "wrong")), happened
+    wanted |= {"DRAM to FAR", "FAR to NVME", "DRAM to NVME", "FAR to DRAM", "NVME to DRAM"}
+    assert all(happened.get(name, 0) >= 5 for name in wanted | {"Overdue", "wrong"}), happened
     assert loaded > 1000
+
+
+@pytest.mark.parametrize("below", [True, False])
+def test_far_memory_alone_and_above_a_disk(below: bool) -> None:
+    happened: dict[str, int] = {}
+    for seed in range(1000, 1015):
+        result = Simulation(seed, below=below, far=True).run(STEPS)
+        for name, count in result.counts.items():
+            happened[name] = happened.get(name, 0) + count
+    moves = {"DRAM to FAR", "FAR to DRAM"} | ({"FAR to NVME", "NVME to DRAM"} if below else set())
+    assert all(happened.get(name, 0) >= 10 for name in moves), happened
+    assert happened.get("wrong", 0) >= below, happened
+    assert "DRAM to NVME" not in happened, "each tier's blocks go to the next one alone"
 
 
 def test_a_seed_is_one_history() -> None:
