@@ -59,7 +59,10 @@ def _keys(pages: int, path: list[int]) -> list[Key]:
 
 @dataclass
 class Read:
-    """A lease: of `keys` the first `told` are named, and as many as `promised` will be, or it is told not."""
+    """A lease: of `keys` the first `told` are named, and as many as `promised` will be, or it is told not.
+
+    A peer's is never told more, but what comes has its place under it.
+    """
 
     party: str
     shard: int
@@ -68,6 +71,7 @@ class Read:
     told: int
     promised: int
     waits: bool
+    is_peer: bool = False
 
 
 @dataclass
@@ -121,6 +125,7 @@ class CoreMachine(RuleBasedStateMachine):
         nvme=st.sampled_from((0, 2, 3, 6)),
         nvme_frees_at_once=st.booleans(),
         high=st.sampled_from((0.01, 0.01, 0.6)),
+        lent=st.sampled_from((0.2, 0.5, 1.0)),
         uses=st.sampled_from((1, 1, 2)),
         batch=st.sampled_from((1, 3, 8)),
         found=PATHS,
@@ -136,6 +141,7 @@ class CoreMachine(RuleBasedStateMachine):
         nvme: int,
         nvme_frees_at_once: bool,
         high: float,
+        lent: float,
         uses: int,
         batch: int,
         found: list[int],
@@ -157,6 +163,8 @@ class CoreMachine(RuleBasedStateMachine):
             demote_batch_bytes=batch * PAGE,
             max_fetches=max_pulls,
             max_fetched_fraction=pulled,
+            max_lends=max(1, max_pulls // 2),
+            max_lent_fraction=lent,
         )
         size = (min(extents, 3) if nvme else extents) * 4 * PAGE
         more = 0 if nvme else 8 * PAGE  # a small tier, so that more goes through the one below
@@ -638,7 +646,7 @@ class CoreMachine(RuleBasedStateMachine):
         pull.arrived += len(keys)
         for key in keys:
             self.visible[pull.shard, key] = PARENTS[key]
-            if pull.fetch is None:
+            if pull.fetch is None or pull.fetch.yields:
                 self.replicas.add((pull.shard, key))
         assert self.do(m.Arrived(number, [key[:16] for key in keys])) is None
 
@@ -669,7 +677,8 @@ class CoreMachine(RuleBasedStateMachine):
     def _cut(self, pull: Coming) -> None:
         missing = set(pull.keys[pull.arrived :])
         for lease in self.leases.values():
-            if lease.waits and lease.shard == pull.shard and missing & set(lease.keys[: lease.promised]):
+            waits = lease.waits or lease.is_peer
+            if waits and lease.shard == pull.shard and missing & set(lease.keys[: lease.promised]):
                 gone = min(lease.keys.index(key) for key in missing & set(lease.keys))
                 lease.promised = min(lease.promised, gone)
 
@@ -744,14 +753,68 @@ class CoreMachine(RuleBasedStateMachine):
         pages=st.sampled_from((1, 2)),
         path=PATHS,
         shard=st.sampled_from(SHARDS),
+        waits=st.booleans(),
+        skip=st.sampled_from((0, 0, 1, 2)),
     )
-    def acquire(self, node: str, pages: int, path: list[int], shard: int) -> None:
+    def acquire(self, node: str, pages: int, path: list[int], shard: int, waits: bool, skip: int) -> None:
+        self._acquire(node, pages, path, shard, waits, skip)
+
+    def _acquire(
+        self, node: str, pages: int, path: list[int], shard: int, waits: bool, skip: int
+    ) -> m.Leased:
         keys = _keys(pages, path)
-        event = m.Acquire(self.call_id(), node, keys, shard, LAYOUTS[pages].fingerprint())
+        keys = keys[min(skip, len(keys) - 1) :]
+        event = m.Acquire(self.call_id(), node, keys, shard, LAYOUTS[pages].fingerprint(), waits)
+        running = set(self.pulls)
         reply = self.do(event)
         assert isinstance(reply, m.Leased)
-        assert not reply.coming
-        self._leased(m.peer_name(node), shard, keys, reply)
+        self._learn_evictions()
+        begun = [self.pulls[number] for number in self.pulls.keys() - running]
+        assert all(pull.fetch is not None and pull.fetch.yields for pull in begun)
+        assert len(begun) <= 1
+        if not waits:
+            assert not begun
+            assert not reply.coming
+            self._leased(m.peer_name(node), shard, keys, reply)
+            return reply
+        count, whole = len(reply.slots), len(reply.slots) + reply.coming
+        assert count == self.run(shard, keys) if reply.coming else count <= self.run(shard, keys)
+        assert reply.checksums == [key[:16] for key in keys[:count]]
+        had = self.visible.keys() | self.pulling() | self.below.keys()
+        assert all((shard, key) in had for key in keys[:whole]), "what nobody has is coming"
+        if reply.lease:
+            promised = len(self.core.leases.leases[reply.lease].blocks)
+            assert count <= promised <= min(whole, self.run(shard, keys, coming=True))
+            self.leases[reply.lease] = Read(
+                m.peer_name(node), shard, keys[:promised], self.now_s + 3, count, promised, False, True
+            )
+        else:
+            assert not count
+        return reply
+
+    @precondition(lambda self: self.core.lower)
+    @rule(path=PATHS, steps=st.integers(1, 6), count=st.integers(1, 3), fault=st.sampled_from(("", "EIO")))
+    def lend(self, path: list[int], steps: int, count: int, fault: str) -> None:
+        """A peer asks again and again, while what lies below comes; and gives back what it had before."""
+        self.go_down_and_up("a", path, 3, [], "EIO")
+        mine: list[int] = []
+        skip = 0
+        for _ in range(steps):
+            reply = self._acquire("p", 1, path, 0, waits=True, skip=skip)
+            for number in mine:
+                if number in self.leases:
+                    self.leases.pop(number)
+                    self.do(m.Release(self.call_id(), m.peer_name("p"), number, None, [], 0))
+            mine = [reply.lease] if reply.lease else []
+            skip += len(reply.slots)
+            if skip >= len(path) or not reply.coming:
+                break
+            for number in [n for n, pull in self.pulls.items() if pull.fetch and pull.fetch.yields]:
+                self._arrive(number, count)
+                if number in self.pulls and self.pulls[number].arrived == len(self.pulls[number].keys):
+                    self._end_pull(number, "")
+                elif fault:
+                    self._end_pull(number, fault)
 
     # ---- operators, the node, time
 
@@ -914,7 +977,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert sorted(running) == sorted(self.demotes)
         assert self.core.pulls.running.keys() == self.pulls.keys()
         for number, lease in self.leases.items():
-            assert lease.waits or lease.told == lease.promised
+            assert lease.waits or lease.is_peer or lease.told == lease.promised
             if lease.waits and number in self.core.leases.leases:
                 key = (lease.shard, lease.keys[lease.told])
                 assert key in self.pulling(), "a lease waits for what will never come"
