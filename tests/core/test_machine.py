@@ -125,7 +125,8 @@ class CoreMachine(RuleBasedStateMachine):
         nvme=st.sampled_from((0, 2, 3, 6)),
         nvme_frees_at_once=st.booleans(),
         high=st.sampled_from((0.01, 0.01, 0.6)),
-        lent=st.sampled_from((0.2, 0.5, 1.0)),
+        lent=st.sampled_from((0.3, 0.6, 1.0, 1.0)),
+        given=st.sampled_from((0.3, 1.0, 1.0)),
         uses=st.sampled_from((1, 1, 2)),
         batch=st.sampled_from((1, 3, 8)),
         found=PATHS,
@@ -142,6 +143,7 @@ class CoreMachine(RuleBasedStateMachine):
         nvme_frees_at_once: bool,
         high: float,
         lent: float,
+        given: float,
         uses: int,
         batch: int,
         found: list[int],
@@ -156,7 +158,7 @@ class CoreMachine(RuleBasedStateMachine):
             has_index=True,
             max_pulls=max_pulls,
             max_pulled_fraction=pulled,
-            max_given_fraction=pulled,
+            max_given_fraction=given,
             demote_high_fraction=high,
             admit_after_uses=uses,
             max_demotes=max(1, max_pulls // 3),
@@ -726,13 +728,7 @@ class CoreMachine(RuleBasedStateMachine):
         self, engine: str, path: list[int], fills: int, counts: list[int], ends_with: str
     ) -> None:
         """Store, let it be copied down and evicted, then look it up and load it while it comes."""
-        self.tier_down_or_up(down=False)
-        self.reserve(engine, path, 0, 0, commit=True)
-        self.tick(1.0)
-        for number in list(self.demotes):
-            self._end_demote(number, list(range(len(self.demotes[number].names))))
-        for fill in range(fills):
-            self.reserve("c", [1, fill % 2, 1, fill // 2, 1, 1], 0, fill % 2, commit=True)
+        self._sink(engine, path, fills)
         self.lookup(engine, path, "w", 1, 0.0)
         if engine not in self.engines or not self.offered:
             return
@@ -747,6 +743,16 @@ class CoreMachine(RuleBasedStateMachine):
                 self.do(m.Overdue(number))
             if ends_with != "not at all":
                 self._end_pull(number, ends_with, ends_with == "wrong")
+
+    def _sink(self, engine: str, path: list[int], fills: int) -> None:
+        """Store, let it be copied down, and store so much else that it is evicted."""
+        self.tier_down_or_up(down=False)
+        self.reserve(engine, path, 0, 0, commit=True)
+        self.tick(1.0)
+        for number in list(self.demotes):
+            self._end_demote(number, list(range(len(self.demotes[number].names))))
+        for fill in range(fills):
+            self.reserve("c", [1, fill % 2, 1, fill // 2, 1, 1], 0, fill % 2, commit=True)
 
     @rule(
         node=st.sampled_from(NODES),
@@ -793,10 +799,12 @@ class CoreMachine(RuleBasedStateMachine):
         return reply
 
     @precondition(lambda self: self.core.lower)
-    @rule(path=PATHS, steps=st.integers(1, 6), count=st.integers(1, 3), fault=st.sampled_from(("", "EIO")))
+    @rule(
+        path=PATHS, steps=st.integers(2, 6), count=st.integers(1, 3), fault=st.sampled_from(("", "", "EIO"))
+    )
     def lend(self, path: list[int], steps: int, count: int, fault: str) -> None:
         """A peer asks again and again, while what lies below comes; and gives back what it had before."""
-        self.go_down_and_up("a", path, 3, [], "EIO")
+        self._sink("a", path, 4)
         mine: list[int] = []
         skip = 0
         for _ in range(steps):
@@ -806,6 +814,8 @@ class CoreMachine(RuleBasedStateMachine):
                     self.leases.pop(number)
                     self.do(m.Release(self.call_id(), m.peer_name("p"), number, None, [], 0))
             mine = [reply.lease] if reply.lease else []
+            while self.drops:
+                self.dropped()
             skip += len(reply.slots)
             if skip >= len(path) or not reply.coming:
                 break
