@@ -266,7 +266,7 @@ async def test_demotes_wait_for_fetches_but_not_for_ever(rig: Rig, monkeypatch: 
 
 
 def for_a_peer(rig: Rig, timeout_s: float) -> m.Fetch:
-    slots = [rig.up(2 * COUNT + i) for i in range(COUNT)]
+    slots = [Slot(rig.arena.arena_id, 1, EXTENT + i * BLOCK, BLOCK) for i in range(COUNT)]
     return m.Fetch(10, NVME, [rig.down(i) for i in range(COUNT)], rig.records, slots, timeout_s, yields=True)
 
 
@@ -290,7 +290,7 @@ async def test_a_fetch_for_a_peer_lets_those_for_engines_go_first(rig: Rig) -> N
     assert sum(brought) == COUNT
     assert [end.pull for end in rig.told(m.PullEnded)] == [9, 10]  # type: ignore[attr-defined]
     for index, payload in enumerate(rig.payloads):
-        assert rig.arena.view(rig.up(2 * COUNT + index)) == payload
+        assert rig.arena.view(for_a_peer(rig, 0).slots[index]) == payload
 
 
 async def test_a_fetch_for_a_peer_that_waits_too_long_is_over(rig: Rig) -> None:

@@ -41,6 +41,9 @@ FIRST_PAUSE_S: Final = 0.002
 PAUSE_GROWTH: Final = 2
 PAUSES_IN_TIME: Final = 32
 """Before it is asked again: each pause is longer than the one before, up to this part of the pull's time."""
+MIN_ASK_S: Final = 0.02
+MIN_ASK_SHARE: Final = 0.1
+"""With less time left, in seconds or of the pull's time, it is not: no answer would count as a fault of it."""
 
 # Why a pull brought less than it was asked for: `PullEnded.fault`, and the reason in the metrics.
 GONE: Final = "gone"
@@ -158,17 +161,19 @@ class Puller:
 
         The lease before is given back only then: until the next is granted it keeps in place what is coming.
         """
-        pause_s, most_s = FIRST_PAUSE_S, max(FIRST_PAUSE_S, job.pull.timeout_s / PAUSES_IN_TIME)
+        timeout_s = job.pull.timeout_s
+        pause_s, most_s = FIRST_PAUSE_S, max(FIRST_PAUSE_S, timeout_s / PAUSES_IN_TIME)
+        least_s = max(MIN_ASK_S, timeout_s * MIN_ASK_SHARE)
         for asks in range(1, MAX_ASKS + 1):
             acquired = await self._acquire(job, link)
             if acquired.slots:
                 await self._transfer(job, link, acquired)
             if not acquired.coming:
                 return ""
-            if asks == MAX_ASKS or self._clock() + pause_s >= job.deadline_s:
-                break
             await asyncio.sleep(pause_s)
             pause_s = min(most_s, PAUSE_GROWTH * pause_s)
+            if job.deadline_s - self._clock() < least_s:
+                break
         log.info("a peer did not bring all in time", node=job.pull.node, arrived=job.arrived, asks=asks)
         return TIMEOUT
 

@@ -357,7 +357,7 @@ async def with_content_below(start: Any, shared: ValkeyServer, tmp_path: Path) -
     """Two daemons, of which the first has stored more than its memory holds and began anew; how it does."""
     options = {
         "index": f"redis://127.0.0.1:{shared.port}",
-        "nvme_paths": tmp_path / "nvme",
+        "nvme_paths": str(tmp_path / "nvme"),
         "nvme_bytes": 32 << 20,
         "demote_high_fraction": 0.01,
         "pull_floor_s": 5.0,
@@ -438,6 +438,7 @@ async def test_a_tier_that_is_down_stops_to_count_elsewhere(
     keys = chain(5, PROMPT_BLOCKS)
     slab, away = tmp_path / "nvme" / "kvtier.slab", tmp_path / "away"
     slab.rename(away)
+    await one.store(chain(99, 4))  # a medium that nobody uses is not looked at
     me = one.node.identity.node_id
     await until(lambda: two.remote.membership.live[me].down == (TierKind.NVME,), "the other one knows")
     assert not any(await two.remote.places([BlockId(key, 0) for key in keys]))
