@@ -172,7 +172,8 @@ class Node:
         if isinstance(request, m.Release) and request.lease is not None:
             self.arrivals.end(request.lease)
         elif isinstance(request, m.Acquire) and isinstance(reply, m.Leased) and self.remote is not None:
-            self.remote.deny([BlockId(key, request.shard) for key in request.keys[len(reply.slots) :]])
+            rest = request.keys[len(reply.slots) + reply.coming :]
+            self.remote.deny([BlockId(key, request.shard) for key in rest])
         return reply
 
     async def _lookup(self, request: m.Lookup) -> m.Reply:
@@ -306,11 +307,13 @@ class Node:
                     self._spawn(self.tiering.fetch(action))
                 case m.Demote():
                     self.tiering.demote(action)
-                case m.Leased(coming=coming) if coming:
+                case m.Leased(coming=coming) if coming and not isinstance(event, m.Acquire):
                     self.arrivals.expect(action.lease, self._clock() + action.lease_ttl_s)
                     reply = action
                 case _:
                     reply = action
+        if self.remote is not None and isinstance(event, m.TierDown | m.TierUp):
+            self.remote.tiers_changed()
         return reply
 
     def _tell_others(self, action: m.Publish | m.Pull) -> None:

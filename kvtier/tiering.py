@@ -1,6 +1,7 @@
 """Carries the core's demotes and fetches out, and watches the media below the top tier. Decides only how.
 
-A fetch reads in batches, two at a time; the first is small, so that an engine can begin to copy early.
+A fetch reads in batches, two at a time; the first is small, so that an engine can begin to copy early. One
+that is for a peer lets those for engines go first, batch by batch, as long as its time allows.
 Demotes go `DEMOTES_AT_ONCE` at a time, so that one is compared with its checksums while another is written,
 and wait for fetches and for their budget of bytes a second: nothing waits for them.
 """
@@ -81,6 +82,9 @@ class Tiering:
         self._fetching = 0
         self._is_quiet = asyncio.Event()
         self._is_quiet.set()
+        self._fetching_for_engines = 0
+        self._have_engines_all = asyncio.Event()
+        self._have_engines_all.set()
         # One for each tier, so that a medium that hangs holds up no other; bounded by CoreConfig.max_demotes.
         self._demotes: dict[TierKind, asyncio.Queue[m.Demote]] = {kind: asyncio.Queue() for kind in below}
         self._paid_until_s = dict.fromkeys(below, 0.0)
@@ -137,8 +141,7 @@ class Tiering:
         """
         run = _Run(fetch, self._report, self._metrics)
         timer = asyncio.get_running_loop().call_later(fetch.timeout_s, run.overdue)
-        self._fetching += 1
-        self._is_quiet.clear()
+        self._count(fetch, 1)
         try:
             await self._read(run)
         except TierFault as error:
@@ -148,11 +151,15 @@ class Tiering:
             run.fault = CANCELLED
             raise
         finally:
-            self._fetching -= 1
-            if not self._fetching:
-                self._is_quiet.set()
+            self._count(fetch, -1)
             timer.cancel()
             run.end()
+
+    def _count(self, fetch: m.Fetch, change: int) -> None:
+        self._fetching += change
+        self._fetching_for_engines += 0 if fetch.yields else change
+        _set(self._is_quiet, not self._fetching)
+        _set(self._have_engines_all, not self._fetching_for_engines)
 
     async def _read(self, run: _Run) -> None:
         fetch, tier = run.fetch, self._below[run.fetch.tier]
@@ -160,7 +167,10 @@ class Tiering:
         flying: deque[tuple[slice, asyncio.Task[list[int]]]] = deque()
         try:
             while waiting or flying:
-                while waiting and len(flying) < BATCHES_IN_FLIGHT and not run.is_overdue:
+                if fetch.yields and not flying and not run.is_overdue:
+                    await self._let_engines_first(fetch.timeout_s)
+                most = 1 if fetch.yields and self._fetching_for_engines else BATCHES_IN_FLIGHT
+                while waiting and len(flying) < most and not run.is_overdue:
                     batch = waiting.popleft()
                     flying.append((batch, asyncio.create_task(self._read_batch(tier, fetch, batch))))
                 if not flying:
@@ -174,6 +184,11 @@ class Tiering:
             for _, task in flying:
                 task.cancel()
             await settle([task for _, task in flying])
+
+    async def _let_engines_first(self, most_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                await self._have_engines_all.wait()
 
     async def _read_batch(self, tier: Tier, fetch: m.Fetch, batch: slice) -> list[int]:
         views = [self._memory(self._top.kind, slot) for slot in fetch.slots[batch]]
@@ -272,6 +287,13 @@ class Tiering:
                     except KvtierError as error:
                         log.warning("no checkpoint", tier=kind.name.lower(), error=str(error))
             took_s = self._clock() - begin_s
+
+
+def _set(event: asyncio.Event, on: bool) -> None:
+    if on:
+        event.set()
+    else:
+        event.clear()
 
 
 class _Run:

@@ -352,6 +352,8 @@ class NodeRecord:
         Of all tiers together.
     load
         0 (idle) .. 1 (as many pulls as it serves at once).
+    down
+        Tiers that do not work now: locations in them do not count.
     """
 
     node: str
@@ -363,6 +365,7 @@ class NodeRecord:
     capacity_bytes: int
     resident_bytes: int
     load: float = 0.0
+    down: tuple[TierKind, ...] = ()
 
 
 def runs(indices: Sequence[int]) -> Iterator[tuple[int, int, int]]:

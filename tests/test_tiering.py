@@ -267,6 +267,49 @@ async def test_demotes_wait_for_fetches_but_not_for_ever(rig: Rig, monkeypatch: 
     await task
 
 
+def for_a_peer(rig: Rig, timeout_s: float) -> m.Fetch:
+    slots = [Slot(rig.arena.arena_id, 1, EXTENT + i * BLOCK, BLOCK) for i in range(COUNT)]
+    return m.Fetch(10, NVME, [rig.down(i) for i in range(COUNT)], rig.records, slots, timeout_s, yields=True)
+
+
+async def test_a_fetch_for_a_peer_lets_those_for_engines_go_first(rig: Rig) -> None:
+    rig.fill()
+    await rig.demote()
+    rig.tier.stop("read")
+    task = rig.fetch()
+    await until(lambda: rig.tier.stopped, "the fetch runs")
+    await asyncio.sleep(0.05)
+    begun = rig.tier.begun["read"]
+    lent = asyncio.create_task(rig.tiering.fetch(for_a_peer(rig, DEADLINE_S)))
+    await asyncio.sleep(0.05)
+    assert rig.tier.begun["read"] == begun, "it waits"
+    rig.tier.go("read")
+    await task
+    await lent
+    brought = [
+        len(event.checksums) for event in rig.events if isinstance(event, m.Arrived) and event.pull == 10
+    ]
+    assert sum(brought) == COUNT
+    assert [end.pull for end in rig.told(m.PullEnded)] == [9, 10]  # type: ignore[attr-defined]
+    for index, payload in enumerate(rig.payloads):
+        assert rig.arena.view(for_a_peer(rig, 0).slots[index]) == payload
+
+
+async def test_a_fetch_for_a_peer_that_waits_too_long_is_over(rig: Rig) -> None:
+    rig.fill()
+    await rig.demote()
+    rig.tier.stop("read")
+    task = rig.fetch()
+    await until(lambda: rig.tier.stopped, "the fetch runs")
+    begun = rig.tier.begun["read"]
+    await asyncio.wait_for(rig.tiering.fetch(for_a_peer(rig, 0.05)), DEADLINE_S)
+    assert [event.pull for event in rig.told(m.Overdue)] == [10]  # type: ignore[attr-defined]
+    assert rig.end().pull == 10
+    assert rig.tier.begun["read"] - begun <= 1
+    rig.tier.go("read")
+    await task
+
+
 async def test_an_earlier_life_is_told_before_anything_else(rig: Rig, tmp_path: Path) -> None:
     rig.fill()
     await rig.demote()

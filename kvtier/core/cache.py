@@ -18,6 +18,7 @@ from kvtier.core.config import CALL_ID_BYTES, CoreConfig, TierSpec
 from kvtier.core.demotes import Demotes
 from kvtier.core.engines import Engine, Engines, is_peer
 from kvtier.core.leases import Leases
+from kvtier.core.lending import Lending
 from kvtier.core.lower import LowerTier
 from kvtier.core.pins import Pins
 from kvtier.core.policies import LruPolicy
@@ -82,6 +83,7 @@ class CacheCore:
         self.reservations = Reservations(config, self.residency, self.counters)
         self.pins = Pins(config, self.residency)
         self.pulls = Pulls(config, self.residency, self.lower, self.leases, self.counters)
+        self.lending = Lending(config, self.residency, self.lower, self.pulls, self.leases)
         self.verifies = Verifies(config, self.residency, self.leases, self.pins, self.counters)
         self.replies = ReplyCache(config.max_replies, config.max_reply_blocks)
         self._next_id = (random.Random(seed).getrandbits(31) << 32) + 1
@@ -291,9 +293,16 @@ class CacheCore:
     def _acquire(self, event: m.Acquire, now_s: float) -> list[m.Action]:
         self._check_keys(event.keys)
         self._check_shard(event.shard)
-        reply = self.leases.give(event, self._next_id, self.engines.peer(event.peer, now_s), now_s)
+        peer = self.engines.peer(event.peer, now_s)
+        reach = 0
+        fetches: list[m.Fetch] = []
+        if event.waits and self.lower:
+            self.leases.check_leases(peer)
+            reach, fetches = self.lending.bring(event, peer, self._next_id, now_s)
+            self._next_id += len(fetches)
+        reply = self.leases.give(event, self._next_id, peer, now_s, reach)
         self._next_id += 1
-        return [reply]
+        return self._all(now_s, reply, *fetches) if event.waits else [reply]
 
     def _release(self, event: m.Release, now_s: float) -> list[m.Action]:
         party = self.engines.party(event.engine)

@@ -253,6 +253,7 @@ def _check_waiting(core: CacheCore) -> None:
     for id, lease in core.leases.leases.items():
         assert lease.id == id
         assert 0 <= lease.ready <= len(lease.blocks)
+        assert lease.told <= lease.ready
         if lease.valid:
             assert all(block.state == RESIDENT for block in lease.blocks[: lease.ready])
             assert all(block.parent is above for above, block in pairwise(lease.blocks))

@@ -51,25 +51,34 @@ def check_pulls(core: CacheCore, blocks: list[Block]) -> None:
     """What each pull and fetch may still write is its own, and all of them keep within their bounds."""
     pulls, config = core.pulls, core.config
     tier = next(iter(core.residency.tiers.values()))
-    filling: Counter[bool] = Counter()
-    running: Counter[bool] = Counter()
+    filling: Counter[str] = Counter()
+    running: Counter[str] = Counter()
     for id, entry in pulls.running.items():
         assert entry.id == id
         _check_pull(entry)
-        fetches = entry.tier is not None
-        running[fetches] += 1
-        filling[fetches] += (len(entry.blocks) - entry.arrived + len(entry.late)) * entry.slot_bytes
+        for kind in _kinds(entry):
+            running[kind] += 1
+            filling[kind] += (len(entry.blocks) - entry.arrived + len(entry.late)) * entry.slot_bytes
     pulled = [block for block in blocks if block.pull is not None]
     owned = sum(len(entry.blocks) - entry.arrived for entry in pulls.running.values())
     assert len(pulled) == owned, "a block belongs to a pull that does not run"
     assert all(block.state == RESIDENT for block in blocks if block.replica)
-    for budget, fetches in ((pulls.pulling, False), (pulls.fetching, True)):
-        assert budget.running == running[fetches], "the pulls that run are not those that are counted"
-        assert budget.filling_bytes == filling[fetches], "bytes of pulls do not add up"
+    for peer in {entry.peer for entry in pulls.running.values()} - {""}:
+        assert pulls.lent_to(peer) <= config.max_lends_per_peer
+    for budget, kind in ((pulls.pulling, "pull"), (pulls.fetching, "fetch"), (pulls.lending, "lend")):
+        assert budget.running == running[kind], "the pulls that run are not those that are counted"
+        assert budget.filling_bytes == filling[kind], "bytes of pulls do not add up"
         assert budget.running <= budget.most
         assert budget.filling_bytes <= tier.allocated_bytes * budget.share
     assert pulls.pulling.most == config.max_pulls
     _check_sources(core)
+
+
+def _kinds(entry: PullEntry) -> tuple[str, ...]:
+    if entry.tier is None:
+        assert not entry.peer, "a peer is lent what another node has to bring"
+        return ("pull",)
+    return ("fetch", "lend") if entry.peer else ("fetch",)
 
 
 def _check_pull(entry: PullEntry) -> None:
@@ -90,22 +99,21 @@ def _check_pull(entry: PullEntry) -> None:
 
 def _check_sources(core: CacheCore) -> None:
     pulls = core.pulls
-    running: Counter[str] = Counter()
-    outstanding: Counter[str] = Counter()
+    running: Counter[Source] = Counter()
+    outstanding: Counter[Source] = Counter()
+    by_place = pulls.sources.by_place
     for entry in pulls.running.values():
-        name = entry.source.node
-        running[name] += 1
-        outstanding[name] += (len(entry.blocks) - entry.arrived + len(entry.late)) * entry.block_bytes
-        assert entry.tier is not None or pulls.sources.by_node.get(name) is entry.source
-    sources: dict[str, Source] = dict(pulls.sources.by_node)
-    for tier in core.lower:
-        assert tier.source.node not in sources, "a tier counts as a peer"
-        sources[tier.source.node] = tier.source
-    for name, source in sources.items():
-        assert (source.running, source.outstanding_bytes) == (running[name], outstanding[name])
+        source = entry.source
+        running[source] += 1
+        outstanding[source] += (len(entry.blocks) - entry.arrived + len(entry.late)) * entry.block_bytes
+        assert entry.tier is not None or by_place.get((source.node, source.tier)) is source
+    own = [tier.source for tier in core.lower]
+    assert not set(own) & set(by_place.values()), "a tier counts as a peer's"
+    for source in (*own, *by_place.values()):
+        assert (source.running, source.outstanding_bytes) == (running[source], outstanding[source])
         assert source.s_per_byte > 0 <= source.round_trip_s
         assert 0 <= source.failures <= MAX_FAILURES
-    assert len(pulls.sources.by_node) <= MAX_SOURCES
+    assert len(by_place) <= MAX_SOURCES
 
 
 def check_lower(core: CacheCore) -> None:

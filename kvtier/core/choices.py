@@ -7,17 +7,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvtier.core.rates import Source, Sources
-from kvtier.types import Location
+from kvtier.types import Location, TierKind
 
 MAX_SEGMENTS: Final = 4
 """Pulls into which one shard's tail is split at most."""
-_Life = tuple[str, int]
-"""A node and its incarnation."""
 
 
 @dataclass(slots=True)
 class Segment:
-    """Keys ``begin .. end-1`` of one shard, all of them missing here, from one peer."""
+    """Keys ``begin .. end-1`` of one shard, all of them missing here, from one tier of one peer."""
 
     shard: int
     begin: int
@@ -59,13 +57,25 @@ class Tail:
                 return
 
     def seconds(self, now_s: float) -> float:
-        """Until all of it is here: peers bring at the same time, segments of one peer share its way."""
+        """Until all of it is here: peers bring at the same time, segments of one peer share its way.
+
+        What lies in several tiers of a peer comes at the same time, too, but all of it over the way by which
+        what lies in its fastest one comes.
+        """
         planned = self._planned()
-        return max((its.seconds(planned[its.node], now_s) for its in self._sources()), default=0.0)
+        nodes: dict[str, list[Source]] = {}
+        for source in planned:
+            nodes.setdefault(source.node, []).append(source)
+        longest_s = max((source.seconds(size, now_s) for source, size in planned.items()), default=0.0)
+        for sources in nodes.values():
+            if len(sources) > 1:
+                whole = sum(planned[source] for source in sources)
+                longest_s = max(longest_s, min(source.seconds(whole, now_s) for source in sources))
+        return longest_s
 
     def choose(self, places: Sequence[Sequence[Sequence[Location]]], sources: Sources, now_s: float) -> None:
         """Fill `segments`, up to what no peer has; ``places[shard][i]`` belongs to key ``begin + i``."""
-        known: dict[str, Source] = {}
+        known: dict[tuple[str, TierKind], Source] = {}
         for shard, missing in enumerate(self.missing):
             at = self.begin
             left = MAX_SEGMENTS
@@ -89,7 +99,7 @@ class Tail:
         shard: int,
         at: int,
         places: Sequence[Sequence[Location]],
-        known: dict[str, Source],
+        known: dict[tuple[str, TierKind], Source],
         sources: Sources,
         now_s: float,
     ) -> Segment | None:
@@ -97,43 +107,36 @@ class Tail:
         planned = self._planned()
         best: Segment | None = None
         best_score = 0.0
-        for (node, incarnation), end in _runs(self.missing[shard], places, at - self.begin).items():
-            source = known.setdefault(node, sources.known(node, incarnation))
+        for place, end in _runs(self.missing[shard], places, at - self.begin).items():
+            source = known.setdefault((place.node, place.tier), sources.known(place))
             size_bytes = end * self.block_bytes
-            rate = size_bytes / source.seconds(planned.get(node, 0) + size_bytes, now_s)
+            rate = size_bytes / source.seconds(planned.get(source, 0) + size_bytes, now_s)
             if end * rate > best_score:
                 best_score = end * rate
-                best = Segment(shard, at, at + end, source, incarnation)
+                best = Segment(shard, at, at + end, source, place.incarnation)
         return best
 
-    def _planned(self) -> dict[str, int]:
-        planned: dict[str, int] = {}
+    def _planned(self) -> dict[Source, int]:
+        planned: dict[Source, int] = {}
         for segment in self.segments:
-            node = segment.source.node
-            planned[node] = planned.get(node, 0) + (segment.end - segment.begin) * self.block_bytes
+            source = segment.source
+            planned[source] = planned.get(source, 0) + (segment.end - segment.begin) * self.block_bytes
         return planned
 
-    def _sources(self) -> list[Source]:
-        return list({segment.source.node: segment.source for segment in self.segments}.values())
 
-
-def _runs(missing: Sequence[bool], places: Sequence[Sequence[Location]], at: int) -> dict[_Life, int]:
-    """For each peer that has block `at`, how many missing blocks in a row it has from there."""
+def _runs(missing: Sequence[bool], places: Sequence[Sequence[Location]], at: int) -> dict[Location, int]:
+    """For each place of block `at`, how many missing blocks in a row are there from then on."""
     limit = min(len(missing), len(places))
-    lengths: dict[_Life, int] = {}
+    lengths: dict[Location, int] = {}
     if at >= limit:
         return lengths
-    alive: dict[_Life, None] = dict.fromkeys(_lives(places[at]))
+    alive: dict[Location, None] = dict.fromkeys(places[at])
     end = at + 1
     while alive and end < limit and missing[end]:
         if places[end] is not places[end - 1]:
-            here = set(_lives(places[end]))
-            for life in [life for life in alive if life not in here]:
-                lengths[life] = end - at
-                del alive[life]
+            here = set(places[end])
+            for place in [place for place in alive if place not in here]:
+                lengths[place] = end - at
+                del alive[place]
         end += 1
     return lengths | dict.fromkeys(alive, end - at)
-
-
-def _lives(places: Sequence[Location]) -> list[_Life]:
-    return [(place.node, place.incarnation) for place in places]

@@ -52,6 +52,9 @@ class CoreConfig:
         Fetches at once from each tier, and the share of the top tier's bytes that they all may be filling.
     fetch_overhead_s, fetch_bytes_per_s
         As of pulls: believed of a tier until it has been measured.
+    max_lends, max_lends_per_peer, max_lent_fraction
+        Fetches for peers at once, for all and for one of them, and the share of the top tier's bytes that
+        they may be filling. They count among all fetches, whose rest is for this node's engines.
     """
 
     lease_ttl_s: float = 30.0
@@ -87,6 +90,9 @@ class CoreConfig:
     max_fetched_fraction: float = 0.25
     fetch_overhead_s: float = 0.001
     fetch_bytes_per_s: float = 2e9
+    max_lends: int = 16
+    max_lends_per_peer: int = 2
+    max_lent_fraction: float = 0.125
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

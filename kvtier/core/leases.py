@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvtier.core.blocks import RESIDENT, Block
@@ -30,7 +30,8 @@ _MEASURED_FROM_BYTES: Final = 1 << 20
 class Lease:
     """`blocks` may be read until `deadline_s`; `valid` until one of them was found corrupt.
 
-    `ready` leading ones are here and their slots were told. The lease waits while more are to come.
+    `ready` leading ones are here and their slots were told; a peer is told only of the `told` ones that were
+    here at first. The lease waits while more are to come.
     """
 
     id: int
@@ -39,6 +40,7 @@ class Lease:
     since_s: float
     deadline_s: float
     ready: int
+    told: int
     valid: bool = True
     waited: bool = False
 
@@ -65,7 +67,7 @@ class Leases(Holds):
 
     def load(self, event: Load, lease: int, engine: Engine, now_s: float) -> Leased:
         """Lease the leading run of one shard under the id `lease`, then end the hold for that shard."""
-        self._check_leases(engine)
+        self.check_leases(engine)
         residency = self._residency
         run = residency.run(event.keys, event.shard, engine.shape.fingerprint)
         ready = len(run)
@@ -87,14 +89,38 @@ class Leases(Holds):
                 self._forget(event.request)
         return reply
 
-    def give(self, event: Acquire, lease: int, peer: Party, now_s: float) -> Leased:
-        """Lease what is here of the leading run to a peer, as far as its share allows."""
-        self._check_leases(peer)
-        run = self._residency.run(event.keys, event.shard, event.fingerprint)
-        del run[self._affordable(peer, [run], len(run)) :]
-        return self._lease(lease, peer, run, len(run), now_s)
+    def give(self, event: Acquire, lease: int, peer: Party, now_s: float, reach: int = 0) -> Leased:
+        """Lease what is here of the leading run to a peer, as far as its share allows; and what is fetched.
 
-    def _check_leases(self, party: Party) -> None:
+        `reach`: so many leading keys it may have in the end, if it asks again.
+        """
+        self.check_leases(peer)
+        run, ready = self.lendable(event)
+        whole = len(run)
+        del run[self._affordable(peer, [run], whole) :]
+        reply = self._lease(lease, peer, run, min(ready, len(run)), now_s)
+        more = max(0, reach - whole) if len(run) == whole else 0
+        return replace(reply, coming=reply.coming + more) if more else reply
+
+    def lendable(self, event: Acquire) -> tuple[list[Block], int]:
+        """The leading run that is here or, for a peer that waits, being fetched; and how much of it is here.
+
+        What other nodes bring is left out, or two that wait for each other would.
+        """
+        residency = self._residency
+        run = residency.run(event.keys, event.shard, event.fingerprint)
+        ready = len(run)
+        if event.waits and ready < len(event.keys):
+            residency.extend(run, event.keys, event.shard, event.fingerprint)
+            for index in range(ready, len(run)):
+                pull = run[index].pull
+                if pull is not None and pull.kind is None:
+                    del run[index:]
+                    break
+        return run, ready
+
+    def check_leases(self, party: Party) -> None:
+        """Raise where it may have no more of them."""
         if len(party.leases) >= self._config.max_leases_per_engine:
             raise LimitExceeded(
                 f"{party.name!r} has {len(party.leases)} leases: release some or raise max_leases_per_engine"
@@ -106,7 +132,7 @@ class Leases(Holds):
             self._residency.touch(run)
             self._residency.use(run)
             party.ledger.add(run[-1])
-            lease = Lease(id, party, run, now_s, now_s + self._config.lease_ttl_s, ready)
+            lease = Lease(id, party, run, now_s, now_s + self._config.lease_ttl_s, ready, ready)
             self.leases[id] = party.leases[id] = lease
             if ready < len(run):
                 lease.waited = True
@@ -136,7 +162,8 @@ class Leases(Holds):
         valid = lease.valid and now_s < lease.deadline_s
         self.end(lease)
         self._counters.expired_leases += now_s >= lease.deadline_s
-        read = lease.blocks if lease.ready == len(lease.blocks) else lease.blocks[: lease.ready]
+        told = lease.told if is_peer(lease.engine.name) else lease.ready
+        read = lease.blocks if told == len(lease.blocks) else lease.blocks[:told]
         corrupt = set(event.corrupt_keys)
         good = sum(block.id.key not in corrupt for block in read) if corrupt else len(read)
         if is_peer(lease.engine.name):
@@ -217,6 +244,8 @@ class Leases(Holds):
         is_last = ready == len(blocks)
         if not is_last:
             self.waiting.setdefault(blocks[ready], {})[lease.id] = lease
+        if is_peer(lease.engine.name):
+            return
         here = blocks[first:ready]
         slots: list[Slot] = [block.slot() for block in here]
         self.readies.append(Ready(lease.id, first, slots, [block.checksum for block in here], is_last))
@@ -225,7 +254,8 @@ class Leases(Holds):
         """A waiting lease covers only its first `count` blocks from now on."""
         if count == lease.ready:
             self._stop_waiting(lease)
-            self.readies.append(Ready(lease.id, count, [], [], True))
+            if not is_peer(lease.engine.name):
+                self.readies.append(Ready(lease.id, count, [], [], True))
         deepest = lease.blocks[-1]
         del lease.blocks[count:]
         if count:

@@ -82,7 +82,7 @@ class LowerTier(Residency):
         self.is_down = False
         self.is_recovering = spec.outlives
         self.source = Source(
-            f"tier:{spec.kind.name.lower()}", config.fetch_bytes_per_s, config.fetch_overhead_s
+            f"tier:{spec.kind.name.lower()}", config.fetch_bytes_per_s, config.fetch_overhead_s, spec.kind
         )
         self.location = Location(self.source.node, 0, spec.kind)
         self.counts = LowerCounters()

@@ -112,7 +112,8 @@ class Acquire:
     """A peer wants to read the leading run of these blocks of one shard; answered by `Leased`.
 
     The peer counts as a party named ``peer:<node>`` (`peer_name`), whose leases are charged and bounded like
-    an engine's; `Release` with that name as `engine` ends them.
+    an engine's; `Release` with that name as `engine` ends them. `waits`: it asks again for what is `coming`,
+    so what lies in a tier below is fetched for it, as far as that disturbs nobody here.
     """
 
     call_id: bytes
@@ -120,6 +121,7 @@ class Acquire:
     keys: Sequence[Key]
     shard: int
     fingerprint: bytes
+    waits: bool = False
 
 
 def peer_name(node: str) -> str:
@@ -362,7 +364,8 @@ class Offered:
 class Leased:
     """Leading keys that are in these slots; fewer than asked where some are gone.
 
-    `coming` more are leased and on their way: `Ready` names their slots as they arrive.
+    `coming` more are leased and on their way: `Ready` names their slots as they arrive. A peer is told
+    nothing: it asks again for what is `coming`, of which some may only wait for their turn to be fetched.
     """
 
     lease: int
@@ -504,7 +507,7 @@ class Fetch:
 
     Answered like `Pull`: `Arrived` as leading ones are here and verified, at last `PullEnded`; and `Overdue`
     if `timeout_s` has passed before that. Until `PullEnded` nobody but this fetch writes to `slots`, and the
-    core keeps what is in `sources`.
+    core keeps what is in `sources`. `yields`: it is for a peer, and lets those for engines go first.
     """
 
     pull: int
@@ -513,6 +516,7 @@ class Fetch:
     records: list[BlockRecord]
     slots: list[Slot]
     timeout_s: float
+    yields: bool = False
 
 
 @dataclass(frozen=True, slots=True)

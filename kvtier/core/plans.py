@@ -41,8 +41,8 @@ class Plans:
 
     Attributes
     ----------
-    pulling, fetching
-        Pulls from peers, and fetches from the tiers below.
+    pulling, fetching, lending
+        Pulls from peers, fetches from the tiers below, and those among them that are for peers.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Plans:
         self.sources = Sources(config, [tier.source for tier in lower])
         self.pulling = Budget(config.max_pulls, config.max_pulled_fraction)
         self.fetching = Budget(config.max_fetches * max(1, len(lower)), config.max_fetched_fraction)
+        self.lending = Budget(config.max_lends, config.max_lent_fraction)
 
     def worth_finding(self, event: m.Lookup, first: int) -> bool:
         """Whether the key where all shards end might be pulled: there is room, and nobody is storing it."""

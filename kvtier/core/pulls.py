@@ -8,10 +8,10 @@ from typing import Final
 
 from kvtier.core import messages as m
 from kvtier.core.blocks import RESIDENT, Block, Shape
-from kvtier.core.choices import Segment, Tail
+from kvtier.core.choices import Tail
 from kvtier.core.config import CoreConfig
 from kvtier.core.engines import Engine
-from kvtier.core.extents import Place, Pool
+from kvtier.core.extents import Place
 from kvtier.core.leases import Leases
 from kvtier.core.lower import LowerTier
 from kvtier.core.plans import Budget, Plans
@@ -19,7 +19,7 @@ from kvtier.core.rates import Source
 from kvtier.core.residency import Residency
 from kvtier.core.stats import Counters
 from kvtier.errors import InvalidRequest, UnknownId
-from kvtier.types import CHECKSUM_SIZE_BYTES, BlockId, BlockRecord, TierKind
+from kvtier.types import CHECKSUM_SIZE_BYTES, BlockId, BlockRecord, Key, TierKind
 
 _TIMES_EXPECTED: Final = 2.0
 """A pull or fetch is cut after so many times what it is expected to take."""
@@ -37,6 +37,8 @@ class PullEntry:
         Of a fetch: where it reads, and the guarded blocks that it reads, one for each at its begin.
     late
         Slots of a fetch that is overdue: quarantined, while its blocks are lost.
+    peer
+        Of a fetch: the peer that it is for; empty where it is for an engine.
     """
 
     id: int
@@ -48,6 +50,7 @@ class PullEntry:
     since_s: float
     alone: bool
     tier: LowerTier | None = None
+    peer: str = ""
     below: list[Block] = field(default_factory=list)
     late: list[Place] = field(default_factory=list)
     is_overdue: bool = False
@@ -55,8 +58,8 @@ class PullEntry:
 
     @property
     def makes_replicas(self) -> bool:
-        """Whether another node has what this brings."""
-        return self.tier is None
+        """Whether what this brings goes first under pressure: another node has it, or it was for one."""
+        return self.tier is None or bool(self.peer)
 
     @property
     def kind(self) -> TierKind | None:
@@ -130,17 +133,63 @@ class Pulls(Plans):
     def _begin(
         self, tail: Tail, lookup: m.Lookup, engine: Engine, first_id: int, now_s: float
     ) -> list[m.Pull | m.Fetch]:
-        pool = self._tier().pool(engine.shape.slot_bytes)
-        entries: list[tuple[PullEntry, Segment]] = []
+        entries: list[PullEntry] = []
         for segment in tail.segments:
-            entry = self._admit(segment, lookup, engine.shape, pool, first_id + len(entries), now_s)
-            entries.append((entry, segment))
+            begin, shard, source = segment.begin, segment.shard, segment.source
+            tier = next((tier for tier in self._lower if tier.source is source), None)
+            entry = PullEntry(
+                first_id + len(entries),
+                source,
+                segment.incarnation,
+                [],
+                engine.shape.block_bytes,
+                engine.shape.slot_bytes,
+                now_s,
+                alone=not source.running,
+                tier=tier,
+            )
+            above = self._residency.get(lookup.keys[begin - 1], shard) if begin else None
+            self._admit(entry, lookup.keys[begin : segment.end], shard, above, engine.shape)
+            entries.append(entry)
         # Only now: what one source has to bring for all of them is part of the time of each.
-        return [self._order(entry, segment, engine.shape) for entry, segment in entries]
+        return [self._order(entry) for entry in entries]
 
-    def _order(self, entry: PullEntry, segment: Segment, shape: Shape) -> m.Pull | m.Fetch:
+    def lend(
+        self,
+        below: Sequence[Block],
+        above: Block | None,
+        tier: LowerTier,
+        shape: Shape,
+        peer: str,
+        id: int,
+        now_s: float,
+    ) -> m.Fetch:
+        """Begin to fetch a chain of blocks of a tier below, which continues `above`, for a peer."""
+        entry = PullEntry(
+            id,
+            tier.source,
+            0,
+            [],
+            shape.block_bytes,
+            shape.slot_bytes,
+            now_s,
+            alone=False,  # it yields, so how long its first bytes take says nothing of the tier
+            tier=tier,
+            peer=peer,
+        )
+        self._admit(entry, [block.id.key for block in below], below[0].id.shard, above, shape)
+        fetch = self._order(entry)
+        assert isinstance(fetch, m.Fetch)
+        return fetch
+
+    def lent_to(self, peer: str) -> int:
+        """Fetches that run for this peer."""
+        return sum(entry.peer == peer for entry in self.running.values())
+
+    def _order(self, entry: PullEntry) -> m.Pull | m.Fetch:
         timeout_s = max(self._config.pull_floor_s, _TIMES_EXPECTED * entry.source.expected_s())
         slots = [block.slot() for block in entry.blocks]
+        shape = entry.blocks[0].shape
         if entry.tier is not None:
             records = [
                 BlockRecord(
@@ -153,12 +202,14 @@ class Pulls(Plans):
                 for block, below in zip(entry.blocks, entry.below, strict=True)
             ]
             sources = [below.slot() for below in entry.below]
-            return m.Fetch(entry.id, entry.tier.kind, sources, records, slots, timeout_s)
+            return m.Fetch(
+                entry.id, entry.tier.kind, sources, records, slots, timeout_s, yields=bool(entry.peer)
+            )
         return m.Pull(
             pull=entry.id,
-            node=segment.source.node,
-            incarnation=segment.incarnation,
-            shard=segment.shard,
+            node=entry.source.node,
+            incarnation=entry.incarnation,
+            shard=entry.blocks[0].id.shard,
             keys=[block.id.key for block in entry.blocks],
             slots=slots,
             block_bytes=entry.block_bytes,
@@ -167,38 +218,22 @@ class Pulls(Plans):
         )
 
     def _admit(
-        self, segment: Segment, lookup: m.Lookup, shape: Shape, pool: Pool, id: int, now_s: float
-    ) -> PullEntry:
-        keys = lookup.keys[segment.begin : segment.end]
-        places: list[Place] = pool.allocate(len(keys))
-        above = self._residency.get(lookup.keys[segment.begin - 1], segment.shard) if segment.begin else None
-        source = segment.source
-        tier = next((tier for tier in self._lower if tier.source is source), None)
-        entry = PullEntry(
-            id,
-            source,
-            segment.incarnation,
-            [],
-            shape.block_bytes,
-            shape.slot_bytes,
-            now_s,
-            alone=not source.running,
-            tier=tier,
-        )
+        self, entry: PullEntry, keys: Sequence[Key], shard: int, above: Block | None, shape: Shape
+    ) -> None:
+        places: list[Place] = self._tier().pool(shape.slot_bytes).allocate(len(keys))
         for key, place in zip(keys, places, strict=True):
-            above = self._residency.admit(BlockId(key, segment.shard), above, shape, place)
+            above = self._residency.admit(BlockId(key, shard), above, shape, place)
             above.pull = entry
             entry.blocks.append(above)
-        self.running[id] = entry
-        budget = self._budget(entry)
-        budget.running += 1
-        budget.filling_bytes += len(keys) * shape.slot_bytes
-        if tier is None:
-            self.sources.use(source)
+        self.running[entry.id] = entry
+        for budget in self._budgets(entry):
+            budget.running += 1
+            budget.filling_bytes += len(keys) * shape.slot_bytes
+        if entry.tier is None:
+            self.sources.use(entry.source)
         else:
-            self._read_below(entry, tier)
-        source.started(len(keys) * shape.block_bytes)
-        return entry
+            self._read_below(entry, entry.tier)
+        entry.source.started(len(keys) * shape.block_bytes)
 
     def _read_below(self, entry: PullEntry, tier: LowerTier) -> None:
         """What a fetch reads stays there, each block by itself: any of them may turn out to be wrong."""
@@ -211,8 +246,10 @@ class Pulls(Plans):
             entry.below.append(below)
         tier.use(entry.below)
 
-    def _budget(self, entry: PullEntry) -> Budget:
-        return self.pulling if entry.tier is None else self.fetching
+    def _budgets(self, entry: PullEntry) -> tuple[Budget, ...]:
+        if entry.tier is None:
+            return (self.pulling,)
+        return (self.fetching, self.lending) if entry.peer else (self.fetching,)
 
     # ---- what comes of it
 
@@ -242,7 +279,8 @@ class Pulls(Plans):
         residency.touch(blocks)
         for block in blocks:
             residency.unguard(block)
-        self._budget(entry).filling_bytes -= count * entry.slot_bytes
+        for budget in self._budgets(entry):
+            budget.filling_bytes -= count * entry.slot_bytes
         if entry.tier is None:
             self._counters.pulled_blocks += count
         else:
@@ -262,7 +300,8 @@ class Pulls(Plans):
         assert entry.tier is not None, "only fetches are left running"
         assert not entry.is_overdue, "a fetch is overdue once"
         entry.is_overdue = True
-        entry.source.fail(now_s)
+        if not entry.peer:  # else it may only have let engines go first
+            entry.source.fail(now_s)
         rest = entry.blocks[entry.arrived :]
         del entry.blocks[entry.arrived :]
         if rest:
@@ -289,9 +328,9 @@ class Pulls(Plans):
             failed=bool(event.fault),
             told=entry.is_overdue,
         )
-        budget = self._budget(entry)
-        budget.running -= 1
-        budget.filling_bytes -= missing * entry.slot_bytes
+        for budget in self._budgets(entry):
+            budget.running -= 1
+            budget.filling_bytes -= missing * entry.slot_bytes
         lost: list[Block] = []
         if entry.tier is None:
             self._counters.failed_pulls += bool(event.fault)

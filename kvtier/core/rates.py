@@ -8,6 +8,7 @@ from typing import Final
 
 from kvtier.core.config import CoreConfig
 from kvtier.core.stats import PeerStats
+from kvtier.types import Location, TierKind
 
 FORGIVEN_AFTER_S: Final = 20.0
 DOUBT_HALVES_S: Final = 3.0
@@ -15,18 +16,20 @@ DOUBT_HALVES_S: Final = 3.0
 again for what only just pays, and whoever does not answer at all is kept off by its breaker, not by doubt."""
 MAX_FAILURES: Final = 3
 MAX_SOURCES: Final = 4096
-"""Peers that are remembered; beyond it one that was asked longest ago and gives nothing now goes."""
+"""Tiers of peers that are remembered; beyond it one that was asked longest ago and gives nothing now goes."""
 _WEIGHT: Final = 0.2
 _MAX_CHANGE: Final = 4.0
 _MEASURED_FROM_BYTES: Final = 1 << 20
 
 
 class Source:
-    """One peer, or a tier below, as a source of blocks.
+    """One tier of a peer, or a tier below, as a source of blocks.
 
-    What it gives is measured over all its pulls together, since they share its way: the bytes that arrived
-    in a window during which at least one of them ran. A window begins with an arrival, so that the round trip
-    before the first bytes is not in it; that is measured by pulls that had the peer for themselves.
+    What lies in a lower tier of a peer it has to read first, so that is measured by itself.
+
+    What a source gives is measured over all its pulls together, since they share its way: the bytes that
+    arrived in a window during which at least one of them ran. A window begins with an arrival, so that the
+    round trip before the first bytes is not in it; that is measured by pulls that had it for themselves.
 
     Attributes
     ----------
@@ -54,10 +57,14 @@ class Source:
         "round_trip_s",
         "running",
         "s_per_byte",
+        "tier",
     )
 
-    def __init__(self, node: str, bytes_per_s: float, round_trip_s: float) -> None:
+    def __init__(
+        self, node: str, bytes_per_s: float, round_trip_s: float, tier: TierKind = TierKind.DRAM
+    ) -> None:
         self.node = node
+        self.tier = tier
         self.incarnation = 0
         self.s_per_byte = 1 / bytes_per_s
         self.round_trip_s = round_trip_s
@@ -161,6 +168,7 @@ class Source:
         """A copy of its figures."""
         return PeerStats(
             self.node,
+            self.tier,
             1 / self.s_per_byte,
             self.round_trip_s,
             self.running,
@@ -194,27 +202,36 @@ class Source:
 
 
 class Sources:
-    """All peers that this node has pulled from, bounded; and the tiers below, which `by_node` lacks."""
+    """Tiers of peers that this node has pulled from, bounded; and its own below, which `by_place` lacks."""
 
     def __init__(self, config: CoreConfig, tiers: Sequence[Source] = ()) -> None:
         self._config = config
         self._tiers = {source.node: source for source in tiers}
-        self.by_node: OrderedDict[str, Source] = OrderedDict()
+        self.by_place: OrderedDict[tuple[str, TierKind], Source] = OrderedDict()
 
-    def known(self, node: str, incarnation: int) -> Source:
-        """The peer; a new one, which is not remembered yet, is believed to be as configured."""
-        source = self._tiers.get(node) or self.by_node.get(node)
+    def known(self, place: Location) -> Source:
+        """What gives from there; a new one, which is not remembered yet, is believed to be as configured."""
+        source = self._tiers.get(place.node) or self.by_place.get((place.node, place.tier))
         if source is None:
-            source = Source(node, self._config.pull_bytes_per_s, self._config.pull_overhead_s)
-        if source.incarnation < incarnation:
-            source.incarnation = incarnation
+            source = self._new(place)
+        if source.incarnation < place.incarnation:
+            source.incarnation = place.incarnation
             source.failures = 0
         return source
 
+    def _new(self, place: Location) -> Source:
+        config = self._config
+        bytes_per_s, overhead_s = config.pull_bytes_per_s, config.pull_overhead_s
+        if place.tier > TierKind.DRAM:  # read there while what was read before travels
+            bytes_per_s = min(bytes_per_s, config.fetch_bytes_per_s)
+            overhead_s += config.fetch_overhead_s
+        return Source(place.node, bytes_per_s, overhead_s, place.tier)
+
     def use(self, source: Source) -> None:
         """A pull from it begins: remember it."""
-        self.by_node[source.node] = source
-        self.by_node.move_to_end(source.node)
-        if len(self.by_node) > MAX_SOURCES:
-            for node in [node for node, its in self.by_node.items() if not its.running][:1]:
-                del self.by_node[node]
+        place = (source.node, source.tier)
+        self.by_place[place] = source
+        self.by_place.move_to_end(place)
+        if len(self.by_place) > MAX_SOURCES:
+            for place in [place for place, its in self.by_place.items() if not its.running][:1]:
+                del self.by_place[place]

@@ -82,9 +82,10 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class PeerStats:
-    """What the core has learnt of one node by pulling from it; `running` pulls it has now."""
+    """What the core has learnt of one tier of a node by pulling from it; `running` pulls it has now."""
 
     node: str
+    tier: TierKind
     bytes_per_s: float
     round_trip_s: float
     running: int

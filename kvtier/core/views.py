@@ -65,7 +65,7 @@ def stats_of(core: CacheCore) -> CoreStats:
         leases=len(core.leases.leases),
         pins=len(core.pins),
         pulls=core.pulls.pulling.running,
-        peers=[source.stats() for source in core.pulls.sources.by_node.values()],
+        peers=[source.stats() for source in core.pulls.sources.by_place.values()],
     )
 
 

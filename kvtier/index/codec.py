@@ -32,6 +32,7 @@ from kvtier.types import MAX_SHARDS, BlockId, Location, NodeRecord, TierKind
 ENTRY_BYTES: Final = 20
 MAX_VALUE_BYTES: Final = MAX_LOCATIONS * ENTRY_BYTES
 MAX_RECORD_BYTES: Final = 4096
+MAX_TIERS: Final = 16
 MAX_CACHED_VALUES: Final = 65_536
 MAX_CACHED_HEADS: Final = 65_536
 
@@ -110,6 +111,8 @@ def encode_record(record: NodeRecord) -> bytes:
     content = {name: getattr(record, name) for name in (*_FIELDS, "resident_bytes", "load")}
     name = "".join(char if char.isprintable() else "?" for char in record.name)
     content |= {"name": name[:_MAX_NAME_CHARS], "load": min(1.0, max(0.0, record.load))}
+    if record.down:
+        content["down"] = [int(tier) for tier in record.down]
     return json.dumps(content, separators=(",", ":")).encode()
 
 
@@ -137,6 +140,7 @@ def decode_record(node: str, raw: object) -> NodeRecord | None:
         incarnation=int(number),
         **{name: content[name] for name in (*_FIELDS, "resident_bytes")},
         load=float(content["load"]),
+        down=tuple(TierKind(tier) for tier in content.get("down", ()) if tier in _TIERS),
     )
 
 
@@ -156,7 +160,13 @@ def _is_sound(node: str, content: dict[str, Any]) -> bool:
         and isinstance(load, int | float)
         and not isinstance(load, bool)
         and 0 <= load <= 1
+        and _are_tiers(get("down", []))
     )
+
+
+def _are_tiers(value: object) -> bool:
+    """A short list of numbers; those of tiers that are not known here say nothing."""
+    return isinstance(value, list) and len(value) <= MAX_TIERS and all(_is_count(one) for one in value)
 
 
 def _is_address(text: str) -> bool:

@@ -44,7 +44,8 @@ class Peer:
 class Acquired:
     """A lease on leading blocks: where each begins in the peer's arena, and what its bytes have to hash to.
 
-    `lease` is 0 and the rest empty where the peer has none of them.
+    `lease` is 0 and the rest empty where the peer has none of them. `coming` more can be asked for soon; the
+    lease keeps a place for them, and may have no slots yet.
     """
 
     lease: int
@@ -52,6 +53,7 @@ class Acquired:
     slots: list[int]
     checksums: list[bytes]
     ttl_s: float
+    coming: int = 0
 
 
 def other_version(version: int) -> ProtocolMismatch:
@@ -106,20 +108,22 @@ def acquired(answer: pb.AcquireResponse, peer: Peer, keys: Sequence[Key], block_
     """
     _check(len(answer.slots) % 8 == 0, "slots of odd length")
     count = len(answer.slots) // 8
-    _check(count <= len(keys), "more slots than were asked for")
-    _check((count == 0) == (answer.lease_id == 0), "a lease without slots, or slots without a lease")
+    coming = answer.coming
+    _check(count + coming <= len(keys), "more slots than were asked for")
+    _check(not count or answer.lease_id != 0, "slots without a lease")
+    _check(count + coming > 0 or answer.lease_id == 0, "a lease on nothing")
     _check(len(answer.checksums) == count * CHECKSUM_SIZE_BYTES, "checksums that do not fit the slots")
-    if not count:
-        return Acquired(0, peer.arena_id, [], [], 0.0)
+    if not answer.lease_id:
+        return Acquired(0, peer.arena_id, [], [], 0.0, coming)
     _check(answer.arena_id == peer.arena_id, "slots of another arena")
     ttl_s = answer.lease_ttl_s
     _check(math.isfinite(ttl_s) and 0 < ttl_s <= MAX_LEASE_TTL_S, "a lease of impossible length")
     slots: list[int] = np.frombuffer(answer.slots, "<u8").tolist()
-    _check(max(slots) + block_bytes <= peer.arena_bytes, "slots outside its arena")
+    _check(max(slots, default=0) + block_bytes <= peer.arena_bytes, "slots outside its arena")
     _check(len(set(slots)) == count, "a slot twice")
     size = CHECKSUM_SIZE_BYTES
     checksums = [answer.checksums[at : at + size] for at in range(0, count * size, size)]
-    return Acquired(answer.lease_id, answer.arena_id, slots, checksums, ttl_s)
+    return Acquired(answer.lease_id, answer.arena_id, slots, checksums, ttl_s, coming)
 
 
 def _check(condition: bool, what: str) -> None:

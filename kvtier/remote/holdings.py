@@ -25,6 +25,8 @@ class Holdings:
         Ids of all blocks as they are now, a list of its own. Some may not be resident: ask `tier_of`.
     tier_of
         Where a block lies, None where no peer could get it: not resident, or an ancestor was lost.
+    down
+        Tiers that do not work now: what lies there alone nobody gets.
     """
 
     capacity_bytes: Callable[[], int]
@@ -32,6 +34,7 @@ class Holdings:
     load: Callable[[], float]
     residents: Callable[[], Sequence[BlockId]]
     tier_of: Callable[[BlockId], TierKind | None]
+    down: Callable[[], tuple[TierKind, ...]] = tuple
 
 
 def holdings_of(core: CacheCore, max_pulls: int) -> Holdings:
@@ -47,6 +50,7 @@ def holdings_of(core: CacheCore, max_pulls: int) -> Holdings:
         load=lambda: min(1.0, given_leases() / max_pulls),
         residents=lambda: Ids(core.ids()),
         tier_of=core.tier_of,
+        down=lambda: tuple(tier.kind for tier in core.lower if tier.is_down),
     )
 
 

@@ -168,7 +168,10 @@ class PeerLink:
     async def acquire(
         self, keys: Sequence[Key], shard: int, fingerprint: bytes, block_bytes: int, timeout_s: float
     ) -> Acquired:
-        """A lease on the leading blocks that the peer has; `hello` comes first where it has to."""
+        """A lease on the leading blocks that the peer has in its arena, and how many are coming there.
+
+        `hello` comes first where it has to.
+        """
         end_s = self._clock() + timeout_s
         peer = await self.hello(timeout_s)
         request = pb.AcquireRequest(
@@ -180,6 +183,7 @@ class PeerLink:
             fingerprint=fingerprint,
             block_bytes=block_bytes,
             owner_id=self.record.node,
+            waits=True,
         )
         try:
             answer = await self._call("Acquire", request, end_s - self._clock())

@@ -1,7 +1,8 @@
 """Carries the core's pulls out: lease, bytes, verification, end. Decides only how, never what.
 
 A pull's batches are in flight two at a time, and one is verified while the next ones travel. The first is
-small, so that an engine can begin to copy early.
+small, so that an engine can begin to copy early. What the peer has to read from a tier below its arena first
+is asked for again, until it has come or the pull's time is over.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ from kvtier.types import Key, Slot
 
 MIN_RETRY_S: Final = 0.01
 """With less time left no other transfer is tried."""
+
+MAX_ASKS: Final = 64
+"""A peer is asked so often for the blocks of one pull."""
+FIRST_PAUSE_S: Final = 0.002
+PAUSE_GROWTH: Final = 2
+PAUSES_IN_TIME: Final = 32
+"""Before it is asked again: each pause is longer than the one before, up to this part of the pull's time."""
+MIN_ASK_S: Final = 0.02
+MIN_ASK_SHARE: Final = 0.1
+"""With less time left, in seconds or of the pull's time, it is not: no answer would count as its fault."""
 
 # Why a pull brought less than it was asked for: `PullEnded.fault`, and the reason in the metrics.
 GONE: Final = "gone"
@@ -141,16 +152,49 @@ class Puller:
         if not link.breaker.admit():
             return FAILING
         await link.hello(pull.timeout_s)
+        fault = await self._ask(job, link)
+        link.breaker.succeeded()
+        return fault
+
+    async def _ask(self, job: _Job, link: PeerLink) -> str:
+        """Acquire and read, and again while the peer says that more is coming.
+
+        The lease before is given back only then: until the next is granted it keeps in place what is coming.
+        """
+        timeout_s = job.pull.timeout_s
+        pause_s, most_s = FIRST_PAUSE_S, max(FIRST_PAUSE_S, timeout_s / PAUSES_IN_TIME)
+        least_s = max(MIN_ASK_S, timeout_s * MIN_ASK_SHARE)
+        asks = 0
+        while asks < MAX_ASKS:
+            asks += 1
+            acquired = await self._acquire(job, link)
+            if acquired.slots:
+                await self._transfer(job, link, acquired)
+            if not acquired.coming:
+                return ""
+            await asyncio.sleep(pause_s)
+            pause_s = min(most_s, PAUSE_GROWTH * pause_s)
+            if job.deadline_s - self._clock() < least_s:
+                break
+        log.info("a peer did not bring all in time", node=job.pull.node, arrived=job.arrived, asks=asks)
+        return TIMEOUT
+
+    async def _acquire(self, job: _Job, link: PeerLink) -> Acquired:
+        pull = job.pull
         asked_s = self._clock()
         acquired = await link.acquire(
-            pull.keys, pull.shard, pull.fingerprint, pull.block_bytes, job.deadline_s - asked_s
+            pull.keys[job.arrived :],
+            pull.shard,
+            pull.fingerprint,
+            pull.block_bytes,
+            job.deadline_s - asked_s,
         )
-        if acquired.lease:
-            job.acquired = acquired
-            job.lease_end_s = asked_s + acquired.ttl_s
-            await self._transfer(job, link, acquired)
-        link.breaker.succeeded()
-        return ""
+        if job.acquired is not None:
+            link.end(job.acquired.lease, pull.shard)
+        job.acquired = acquired if acquired.lease else None
+        job.lease_end_s = asked_s + acquired.ttl_s
+        job.first = job.arrived
+        return acquired
 
     # ---- one transfer after the other, until one works
 
@@ -165,7 +209,7 @@ class Puller:
                 link.transfer = transfer.name
                 return
             except TransferFault as error:
-                if job.arrived:
+                if job.arrived > job.first:
                     raise
                 if job.left_s(self._clock()) < MIN_RETRY_S:
                     link.penalise(transfer.name)  # the peer or the way: the next pull takes another one
@@ -254,13 +298,14 @@ class Puller:
         left_s = job.left_s(self._clock())
         sources = acquired.slots[batch]
         sizes = [job.pull.block_bytes] * len(sources)
-        into = [slot.offset_bytes for slot in job.pull.slots[batch]]
+        into = [slot.offset_bytes for slot in job.pull.slots[job.behind(batch)]]
         return asyncio.get_running_loop().create_task(transfer.pull(remote, sources, sizes, into, left_s))
 
     async def _verify(self, job: _Job, acquired: Acquired, batch: slice) -> None:
         """Report the leading blocks that are right; raises where one is not, or the lease is over."""
         pull = job.pull
         checksums = acquired.checksums[batch]
+        batch = job.behind(batch)
         blocks = [self._view(slot)[: pull.block_bytes] for slot in pull.slots[batch][: len(checksums)]]
         wrong = await self._hasher.differing(blocks, checksums)
         self._metrics.verified_bytes.labels("pull").inc(len(checksums) * pull.block_bytes)
@@ -287,7 +332,7 @@ class Puller:
 
 
 class _Job:
-    """What has become of one pull so far."""
+    """What has become of one pull so far; its present lease begins with block `first`."""
 
     __slots__ = (
         "acquired",
@@ -295,6 +340,7 @@ class _Job:
         "arrived",
         "corrupt_keys",
         "deadline_s",
+        "first",
         "lease_end_s",
         "link",
         "pull",
@@ -311,12 +357,17 @@ class _Job:
         self.lease_end_s = 0.0
         self.acquired: Acquired | None = None
         self.arrived = 0
+        self.first = 0
         self.corrupt_keys: list[Key] = []
         self.transfer = ""
 
     def left_s(self, now_s: float) -> float:
         """Until either the pull's time or the lease is over."""
         return min(self.deadline_s, self.lease_end_s) - now_s
+
+    def behind(self, batch: slice) -> slice:
+        """A batch of the present lease, counted in the pull."""
+        return slice(self.first + batch.start, self.first + batch.stop)
 
 
 def _is_good(task: asyncio.Task[None]) -> bool:

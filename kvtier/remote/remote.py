@@ -35,8 +35,8 @@ GARBAGE_LOG_S: Final = 60.0
 """Garbage in the index is logged so often at most."""
 UNANSWERED_LOG_S: Final = 60.0
 """Likewise lookups that it did not answer; each is in the metric `kvtier_index_faults`."""
-LENT: Final = frozenset({TierKind.DRAM})
-"""Peers read each other's arenas; what lies elsewhere is listed for operators."""
+LENT: Final = frozenset({TierKind.DRAM, TierKind.FAR, TierKind.NVME})
+"""Peers read each other's arenas, and what is brought there for them; the rest is listed for operators."""
 MAX_FIND_BLOCKS: Final = 4096
 """Blocks in one question to the index, all shards together."""
 MAX_DENIED_BLOCKS: Final = 1024
@@ -157,6 +157,7 @@ class Remote:
             capacity_bytes=holdings.capacity_bytes(),
             resident_bytes=holdings.resident_bytes(),
             load=holdings.load(),
+            down=holdings.down(),
         )
 
     # ---- life
@@ -269,6 +270,10 @@ class Remote:
         if action.removed:
             self.publisher.remove(action.removed)
 
+    def tiers_changed(self) -> None:
+        """A tier does not work any more, or works again: others are told whether what lies there counts."""
+        self.membership.hurry()
+
     async def pull(self, action: m.Pull, report: Report) -> None:
         """Carry a pull out; ends with exactly one `PullEnded`, also when cancelled."""
         await self._puller.run(action, report)
@@ -312,23 +317,30 @@ class Remote:
             begin += step
             step = min(FIND_GROWTH * step, most)
 
-    def _usable(self) -> dict[str, int]:
-        """Nodes that may be asked for blocks, with their incarnation."""
+    def _usable(self) -> dict[str, NodeRecord]:
+        """Nodes that may be asked for blocks."""
         if not self.transfers:
             return {}
         now_s = self._clock()
-        usable = {}
+        usable: dict[str, NodeRecord] = {}
         for node, record in self.membership.live.items():
             if not record.address or record.protocol_version != PROTOCOL_VERSION:
                 continue
             link = self.peers.get(node)
             if link is not None and not link.breaker.is_open(now_s):
-                usable[node] = record.incarnation
+                usable[node] = record
         return usable
 
     @staticmethod
-    def _counting(places: Sequence[Location], usable: dict[str, int]) -> tuple[Location, ...]:
-        return tuple(place for place in places if usable.get(place.node) == place.incarnation)
+    def _counting(places: Sequence[Location], usable: Mapping[str, NodeRecord]) -> tuple[Location, ...]:
+        """Those of the present lives of these nodes, in tiers that work."""
+        return tuple(
+            place
+            for place in places
+            if (record := usable.get(place.node)) is not None
+            and record.incarnation == place.incarnation
+            and place.tier not in record.down
+        )
 
     def deny(self, blocks: Sequence[BlockId]) -> None:
         """A peer asked for blocks that are not here: the index is told, in case it said they were."""
@@ -384,7 +396,7 @@ class Remote:
         IndexFault
             It did not answer.
         """
-        live = {node: record.incarnation for node, record in self.membership.live.items()}
+        live = self.membership.live
         found: list[tuple[Location, ...]] = []
         for begin in range(0, len(blocks), MAX_FIND_BLOCKS):
             found += await self.index.find(blocks[begin : begin + MAX_FIND_BLOCKS])

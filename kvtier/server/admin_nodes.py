@@ -52,8 +52,10 @@ def list_nodes(node: Node) -> list[pb.NodeStatus]:
     """This node, then every other one that lives."""
     if node.remote is None:
         return [_alone(node)]
-    peers = {peer.node: peer for peer in node.stats().peers}
-    return [_status(view, peers.get(view.record.node)) for view in node.remote.nodes()]
+    peers: dict[str, list[PeerStats]] = {}
+    for peer in sorted(node.stats().peers, key=lambda its: its.tier):
+        peers.setdefault(peer.node, []).append(peer)
+    return [_status(view, peers.get(view.record.node, ())) for view in node.remote.nodes()]
 
 
 def get_node(node: Node, name: str) -> pb.NodeStatus:
@@ -95,7 +97,8 @@ def _alone(node: Node) -> pb.NodeStatus:
     )
 
 
-def _status(view: NodeView, peer: PeerStats | None) -> pb.NodeStatus:
+def _status(view: NodeView, peers: Sequence[PeerStats]) -> pb.NodeStatus:
+    """`peers`: what was learnt of each of its tiers, the fastest first, which shows what the way gives."""
     record = view.record
     status = pb.NodeStatus(
         node_id=record.node,
@@ -110,11 +113,11 @@ def _status(view: NodeView, peer: PeerStats | None) -> pb.NodeStatus:
         transfer=view.transfer,
         last_error=view.last_error,
     )
-    if peer is not None:
-        status.pull_bytes_per_s = peer.bytes_per_s
-        status.round_trip_s = peer.round_trip_s
-        status.pulled_blocks = peer.pulled_blocks
-        status.failed_pulls = peer.failed_pulls
+    if peers:
+        status.pull_bytes_per_s = peers[0].bytes_per_s
+        status.round_trip_s = peers[0].round_trip_s
+        status.pulled_blocks = sum(peer.pulled_blocks for peer in peers)
+        status.failed_pulls = sum(peer.failed_pulls for peer in peers)
     return status
 
 

@@ -78,6 +78,7 @@ def acquire(message: pb.AcquireRequest, me: tuple[str, int], max_keys: int, max_
         keys=keys,
         shard=_shard(message.shard),
         fingerprint=message.fingerprint,
+        waits=message.waits,
     )
 
 
@@ -140,6 +141,7 @@ def leased(reply: m.Leased, arena: int) -> pb.AcquireResponse:
         slots=np.array([slot.offset_bytes for slot in reply.slots], "<u8").tobytes(),
         checksums=b"".join(reply.checksums),
         lease_ttl_s=reply.lease_ttl_s,
+        coming=reply.coming,
     )
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvtier/v1/peer.proto\x12\tkvtier.v1\"f\n\x0cHelloRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x16\n\x0ewants_metadata\x18\x04 \x01(\x08\"\xb9\x01\n\rHelloResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x10\n\x08\x61rena_id\x18\x04 \x01(\r\x12\x13\n\x0b\x61rena_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x62\x61se_address\x18\x06 \x01(\x04\x12+\n\ttransfers\x18\x07 \x03(\x0b\x32\x18.kvtier.v1.TransferOffer\"/\n\rTransferOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\"\xa0\x01\n\x0e\x41\x63quireRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\r\n\x05shard\x18\x05 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\x0c\x12\x13\n\x0b\x62lock_bytes\x18\x07 \x01(\x04\x12\x10\n\x08owner_id\x18\x08 \x01(\t\"l\n\x0f\x41\x63quireResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x10\n\x08\x61rena_id\x18\x02 \x01(\r\x12\r\n\x05slots\x18\x03 \x01(\x0c\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\x12\x13\n\x0blease_ttl_s\x18\x05 \x01(\x01\"n\n\x13ReleaseLeaseRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\x12\x14\n\x0c\x63orrupt_keys\x18\x04 \x01(\x0c\x12\r\n\x05shard\x18\x05 \x01(\r\"%\n\x14ReleaseLeaseResponse\x12\r\n\x05valid\x18\x01 \x01(\x08\"N\n\x0bReadRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\r\n\x05slots\x18\x03 \x01(\x0c\x12\r\n\x05sizes\x18\x04 \x01(\x0c\"\x1c\n\x0cReadResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\x97\x02\n\x0bPeerService\x12:\n\x05Hello\x12\x17.kvtier.v1.HelloRequest\x1a\x18.kvtier.v1.HelloResponse\x12@\n\x07\x41\x63quire\x12\x19.kvtier.v1.AcquireRequest\x1a\x1a.kvtier.v1.AcquireResponse\x12O\n\x0cReleaseLease\x12\x1e.kvtier.v1.ReleaseLeaseRequest\x1a\x1f.kvtier.v1.ReleaseLeaseResponse\x12\x39\n\x04Read\x12\x16.kvtier.v1.ReadRequest\x1a\x17.kvtier.v1.ReadResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvtier/v1/peer.proto\x12\tkvtier.v1\"f\n\x0cHelloRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x16\n\x0ewants_metadata\x18\x04 \x01(\x08\"\xb9\x01\n\rHelloResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x10\n\x08\x61rena_id\x18\x04 \x01(\r\x12\x13\n\x0b\x61rena_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x62\x61se_address\x18\x06 \x01(\x04\x12+\n\ttransfers\x18\x07 \x03(\x0b\x32\x18.kvtier.v1.TransferOffer\"/\n\rTransferOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\"\xaf\x01\n\x0e\x41\x63quireRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\r\n\x05shard\x18\x05 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\x0c\x12\x13\n\x0b\x62lock_bytes\x18\x07 \x01(\x04\x12\x10\n\x08owner_id\x18\x08 \x01(\t\x12\r\n\x05waits\x18\t \x01(\x08\"|\n\x0f\x41\x63quireResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x10\n\x08\x61rena_id\x18\x02 \x01(\r\x12\r\n\x05slots\x18\x03 \x01(\x0c\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\x12\x13\n\x0blease_ttl_s\x18\x05 \x01(\x01\x12\x0e\n\x06\x63oming\x18\x06 \x01(\r\"n\n\x13ReleaseLeaseRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\x12\x14\n\x0c\x63orrupt_keys\x18\x04 \x01(\x0c\x12\r\n\x05shard\x18\x05 \x01(\r\"%\n\x14ReleaseLeaseResponse\x12\r\n\x05valid\x18\x01 \x01(\x08\"N\n\x0bReadRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\r\n\x05slots\x18\x03 \x01(\x0c\x12\r\n\x05sizes\x18\x04 \x01(\x0c\"\x1c\n\x0cReadResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\x97\x02\n\x0bPeerService\x12:\n\x05Hello\x12\x17.kvtier.v1.HelloRequest\x1a\x18.kvtier.v1.HelloResponse\x12@\n\x07\x41\x63quire\x12\x19.kvtier.v1.AcquireRequest\x1a\x1a.kvtier.v1.AcquireResponse\x12O\n\x0cReleaseLease\x12\x1e.kvtier.v1.ReleaseLeaseRequest\x1a\x1f.kvtier.v1.ReleaseLeaseResponse\x12\x39\n\x04Read\x12\x16.kvtier.v1.ReadRequest\x1a\x17.kvtier.v1.ReadResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,17 +38,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRANSFEROFFER']._serialized_start=327
   _globals['_TRANSFEROFFER']._serialized_end=374
   _globals['_ACQUIREREQUEST']._serialized_start=377
-  _globals['_ACQUIREREQUEST']._serialized_end=537
-  _globals['_ACQUIRERESPONSE']._serialized_start=539
-  _globals['_ACQUIRERESPONSE']._serialized_end=647
-  _globals['_RELEASELEASEREQUEST']._serialized_start=649
-  _globals['_RELEASELEASEREQUEST']._serialized_end=759
-  _globals['_RELEASELEASERESPONSE']._serialized_start=761
-  _globals['_RELEASELEASERESPONSE']._serialized_end=798
-  _globals['_READREQUEST']._serialized_start=800
-  _globals['_READREQUEST']._serialized_end=878
-  _globals['_READRESPONSE']._serialized_start=880
-  _globals['_READRESPONSE']._serialized_end=908
-  _globals['_PEERSERVICE']._serialized_start=911
-  _globals['_PEERSERVICE']._serialized_end=1190
+  _globals['_ACQUIREREQUEST']._serialized_end=552
+  _globals['_ACQUIRERESPONSE']._serialized_start=554
+  _globals['_ACQUIRERESPONSE']._serialized_end=678
+  _globals['_RELEASELEASEREQUEST']._serialized_start=680
+  _globals['_RELEASELEASEREQUEST']._serialized_end=790
+  _globals['_RELEASELEASERESPONSE']._serialized_start=792
+  _globals['_RELEASELEASERESPONSE']._serialized_end=829
+  _globals['_READREQUEST']._serialized_start=831
+  _globals['_READREQUEST']._serialized_end=909
+  _globals['_READRESPONSE']._serialized_start=911
+  _globals['_READRESPONSE']._serialized_end=939
+  _globals['_PEERSERVICE']._serialized_start=942
+  _globals['_PEERSERVICE']._serialized_end=1221
 # @@protoc_insertion_point(module_scope)

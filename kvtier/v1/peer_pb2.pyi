@@ -45,7 +45,7 @@ class TransferOffer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., metadata: _Optional[bytes] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("call_id", "node_id", "incarnation", "keys", "shard", "fingerprint", "block_bytes", "owner_id")
+    __slots__ = ("call_id", "node_id", "incarnation", "keys", "shard", "fingerprint", "block_bytes", "owner_id", "waits")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class AcquireRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     OWNER_ID_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     call_id: bytes
     node_id: str
     incarnation: int
@@ -62,21 +63,24 @@ class AcquireRequest(_message.Message):
     fingerprint: bytes
     block_bytes: int
     owner_id: str
-    def __init__(self, call_id: _Optional[bytes] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., keys: _Optional[bytes] = ..., shard: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., owner_id: _Optional[str] = ...) -> None: ...
+    waits: bool
+    def __init__(self, call_id: _Optional[bytes] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., keys: _Optional[bytes] = ..., shard: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., owner_id: _Optional[str] = ..., waits: _Optional[bool] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
-    __slots__ = ("lease_id", "arena_id", "slots", "checksums", "lease_ttl_s")
+    __slots__ = ("lease_id", "arena_id", "slots", "checksums", "lease_ttl_s", "coming")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     arena_id: int
     slots: bytes
     checksums: bytes
     lease_ttl_s: float
-    def __init__(self, lease_id: _Optional[int] = ..., arena_id: _Optional[int] = ..., slots: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., lease_ttl_s: _Optional[float] = ...) -> None: ...
+    coming: int
+    def __init__(self, lease_id: _Optional[int] = ..., arena_id: _Optional[int] = ..., slots: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., lease_ttl_s: _Optional[float] = ..., coming: _Optional[int] = ...) -> None: ...
 
 class ReleaseLeaseRequest(_message.Message):
     __slots__ = ("call_id", "node_id", "lease_id", "corrupt_keys", "shard")

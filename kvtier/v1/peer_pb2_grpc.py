@@ -67,7 +67,9 @@ class PeerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Acquire(self, request, context):
-        """A lease on the leading run of these blocks that is here. A repeat of call_id gives the first answer.
+        """A lease on the leading run of these blocks that is in the arena. A repeat of call_id gives the first answer.
+        What lies in a tier below is brought there for an asker that waits: it asks again, under another call_id,
+        for what it has not got, and gives the earlier lease back after that.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -59,7 +59,10 @@ def _keys(pages: int, path: list[int]) -> list[Key]:
 
 @dataclass
 class Read:
-    """A lease: of `keys` the first `told` are named, and as many as `promised` will be, or it is told not."""
+    """A lease: of `keys` the first `told` are named, and as many as `promised` will be, or it is told not.
+
+    A peer's is never told more, but what comes has its place under it.
+    """
 
     party: str
     shard: int
@@ -68,6 +71,7 @@ class Read:
     told: int
     promised: int
     waits: bool
+    is_peer: bool = False
 
 
 @dataclass
@@ -122,6 +126,8 @@ class CoreMachine(RuleBasedStateMachine):
         nvme_frees_at_once=st.booleans(),
         far=st.sampled_from((0, 0, 1, 2, 4)),
         high=st.sampled_from((0.01, 0.01, 0.6)),
+        lent=st.sampled_from((0.3, 0.6, 1.0, 1.0)),
+        given=st.sampled_from((0.3, 1.0, 1.0)),
         uses=st.sampled_from((1, 1, 2)),
         batch=st.sampled_from((1, 3, 8)),
         found=PATHS,
@@ -138,6 +144,8 @@ class CoreMachine(RuleBasedStateMachine):
         nvme_frees_at_once: bool,
         far: int,
         high: float,
+        lent: float,
+        given: float,
         uses: int,
         batch: int,
         found: list[int],
@@ -152,13 +160,15 @@ class CoreMachine(RuleBasedStateMachine):
             has_index=True,
             max_pulls=max_pulls,
             max_pulled_fraction=pulled,
-            max_given_fraction=pulled,
+            max_given_fraction=given,
             demote_high_fraction=high,
             admit_after_uses=uses,
             max_demotes=max(1, max_pulls // 3),
             demote_batch_bytes=batch * PAGE,
             max_fetches=max_pulls,
             max_fetched_fraction=pulled,
+            max_lends=max(1, max_pulls // 2),
+            max_lent_fraction=lent,
         )
         size = (min(extents, 3) if nvme or far else extents) * 4 * PAGE
         more = 0 if nvme or far else 8 * PAGE  # a small tier, so that more goes through the one below
@@ -660,7 +670,7 @@ class CoreMachine(RuleBasedStateMachine):
         pull.arrived += len(keys)
         for key in keys:
             self.visible[pull.shard, key] = PARENTS[key]
-            if pull.fetch is None:
+            if pull.fetch is None or pull.fetch.yields:
                 self.replicas.add((pull.shard, key))
         assert self.do(m.Arrived(number, [key[:16] for key in keys])) is None
 
@@ -693,7 +703,8 @@ class CoreMachine(RuleBasedStateMachine):
     def _cut(self, pull: Coming) -> None:
         missing = set(pull.keys[pull.arrived :])
         for lease in self.leases.values():
-            if lease.waits and lease.shard == pull.shard and missing & set(lease.keys[: lease.promised]):
+            waits = lease.waits or lease.is_peer
+            if waits and lease.shard == pull.shard and missing & set(lease.keys[: lease.promised]):
                 gone = min(lease.keys.index(key) for key in missing & set(lease.keys))
                 lease.promised = min(lease.promised, gone)
 
@@ -746,13 +757,7 @@ class CoreMachine(RuleBasedStateMachine):
         self, engine: str, path: list[int], fills: int, counts: list[int], ends_with: str
     ) -> None:
         """Store, let it be copied down and evicted, then look it up and load it while it comes."""
-        self.tier_down_or_up(down=False)
-        self.reserve(engine, path, 0, 0, commit=True)
-        self.tick(1.0)
-        for number in list(self.demotes):
-            self._end_demote(number, list(range(len(self.demotes[number].names))))
-        for fill in range(fills):
-            self.reserve("c", [1, fill % 2, 1, fill // 2, 1, 1], 0, fill % 2, commit=True)
+        self._sink(engine, path, fills)
         self.lookup(engine, path, "w", 1, 0.0)
         if engine not in self.engines or not self.offered:
             return
@@ -768,19 +773,87 @@ class CoreMachine(RuleBasedStateMachine):
             if ends_with != "not at all":
                 self._end_pull(number, ends_with, ends_with == "wrong")
 
+    def _sink(self, engine: str, path: list[int], fills: int) -> None:
+        """Store, let it be copied down, and store so much else that it is evicted."""
+        self.tier_down_or_up(down=False)
+        self.reserve(engine, path, 0, 0, commit=True)
+        self.tick(1.0)
+        for number in list(self.demotes):
+            self._end_demote(number, list(range(len(self.demotes[number].names))))
+        for fill in range(fills):
+            self.reserve("c", [1, fill % 2, 1, fill // 2, 1, 1], 0, fill % 2, commit=True)
+
     @rule(
         node=st.sampled_from(NODES),
         pages=st.sampled_from((1, 2)),
         path=PATHS,
         shard=st.sampled_from(SHARDS),
+        waits=st.booleans(),
+        skip=st.sampled_from((0, 0, 1, 2)),
     )
-    def acquire(self, node: str, pages: int, path: list[int], shard: int) -> None:
+    def acquire(self, node: str, pages: int, path: list[int], shard: int, waits: bool, skip: int) -> None:
+        self._acquire(node, pages, path, shard, waits, skip)
+
+    def _acquire(
+        self, node: str, pages: int, path: list[int], shard: int, waits: bool, skip: int
+    ) -> m.Leased:
         keys = _keys(pages, path)
-        event = m.Acquire(self.call_id(), node, keys, shard, LAYOUTS[pages].fingerprint())
+        keys = keys[min(skip, len(keys) - 1) :]
+        event = m.Acquire(self.call_id(), node, keys, shard, LAYOUTS[pages].fingerprint(), waits)
+        running = set(self.pulls)
         reply = self.do(event)
         assert isinstance(reply, m.Leased)
-        assert not reply.coming
-        self._leased(m.peer_name(node), shard, keys, reply)
+        self._learn_evictions()
+        begun = [self.pulls[number] for number in self.pulls.keys() - running]
+        assert all(pull.fetch is not None and pull.fetch.yields for pull in begun)
+        assert len(begun) <= 1
+        if not waits:
+            assert not begun
+            assert not reply.coming
+            self._leased(m.peer_name(node), shard, keys, reply)
+            return reply
+        count, whole = len(reply.slots), len(reply.slots) + reply.coming
+        assert count == self.run(shard, keys) if reply.coming else count <= self.run(shard, keys)
+        assert reply.checksums == [key[:16] for key in keys[:count]]
+        had = self.visible.keys() | self.pulling() | self.below.keys()
+        assert all((shard, key) in had for key in keys[:whole]), "what nobody has is coming"
+        if reply.lease:
+            promised = len(self.core.leases.leases[reply.lease].blocks)
+            assert count <= promised <= min(whole, self.run(shard, keys, coming=True))
+            self.leases[reply.lease] = Read(
+                m.peer_name(node), shard, keys[:promised], self.now_s + 3, count, promised, False, True
+            )
+        else:
+            assert not count
+        return reply
+
+    @precondition(lambda self: self.core.lower)
+    @rule(
+        path=PATHS, steps=st.integers(2, 6), count=st.integers(1, 3), fault=st.sampled_from(("", "", "EIO"))
+    )
+    def lend(self, path: list[int], steps: int, count: int, fault: str) -> None:
+        """A peer asks again and again, while what lies below comes; and gives back what it had before."""
+        self._sink("a", path, 4)
+        mine: list[int] = []
+        skip = 0
+        for _ in range(steps):
+            reply = self._acquire("p", 1, path, 0, waits=True, skip=skip)
+            for number in mine:
+                if number in self.leases:
+                    self.leases.pop(number)
+                    self.do(m.Release(self.call_id(), m.peer_name("p"), number, None, [], 0))
+            mine = [reply.lease] if reply.lease else []
+            while self.drops:
+                self.dropped()
+            skip += len(reply.slots)
+            if skip >= len(path) or not reply.coming:
+                break
+            for number in [n for n, pull in self.pulls.items() if pull.fetch and pull.fetch.yields]:
+                self._arrive(number, count)
+                if number in self.pulls and self.pulls[number].arrived == len(self.pulls[number].keys):
+                    self._end_pull(number, "")
+                elif fault:
+                    self._end_pull(number, fault)
 
     # ---- operators, the node, time
 
@@ -951,7 +1024,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert sorted(running) == sorted(self.demotes)
         assert self.core.pulls.running.keys() == self.pulls.keys()
         for number, lease in self.leases.items():
-            assert lease.waits or lease.told == lease.promised
+            assert lease.waits or lease.is_peer or lease.told == lease.promised
             if lease.waits and number in self.core.leases.leases:
                 key = (lease.shard, lease.keys[lease.told])
                 assert key in self.pulling(), "a lease waits for what will never come"

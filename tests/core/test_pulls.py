@@ -237,6 +237,50 @@ def test_rates_are_measured_over_all_pulls_of_a_peer() -> None:
     assert pull.timeout_s == pytest.approx(2 * (0.5 + 0.6), rel=0.05)
 
 
+def test_what_lies_in_a_peers_lower_tier_is_measured_by_itself() -> None:
+    """Its disk is part of what is measured there, and of nothing else."""
+    layout = make_layout(256)  # 1 MiB
+    w = world(256 * 64, extent_pages=256, layout=layout, pull_bytes_per_s=1e9, fetch_bytes_per_s=5e8)
+    offer, (pull,) = w.locate(chain("a", 8), ["P"] * 8)
+    assert offer.estimate_s == pytest.approx(0.004 + 8 * 2**20 / 5e8 + 8 * 2**20 / 4e9 + 0.001, rel=0.01)
+    for index in range(8):
+        w.now_s += 0.1
+        w.arrive(pull, 1, index)
+    w.end(pull)
+    for number in range(20):
+        _, (pull,) = w.locate(chain(f"b{number}", 2), ["p"] * 2)
+        w.now_s += 0.001
+        w.arrive(pull, 2)
+        w.end(pull)
+    peers = {(peer.node, peer.tier): peer for peer in w.core.stats().peers}
+    assert peers["p", TierKind.NVME].pulled_blocks == 8
+    assert peers["p", TierKind.DRAM].pulled_blocks == 40
+    assert peers["p", TierKind.NVME].bytes_per_s < 4e8
+    assert peers["p", TierKind.DRAM].bytes_per_s > 1e9
+
+
+def test_a_copy_in_memory_is_preferred_where_it_is_faster() -> None:
+    w = world(64)
+    _, (pull,) = w.locate(chain("a", 4), ["Pq"] * 4)
+    assert pull.node == "q"
+    w.end(pull, "timeout")
+    _, (pull,) = w.locate(chain("b", 4), ["Pq"] * 4)
+    assert pull.node == "p", "what fails is not fast"
+
+
+def test_a_tail_in_two_tiers_of_a_peer_is_two_pulls_over_one_way() -> None:
+    layout = make_layout(256)  # 1 MiB
+    w = world(256 * 64, extent_pages=256, layout=layout, pull_bytes_per_s=1e9, fetch_bytes_per_s=2e9)
+    keys = chain("a", 16)
+    offer, pulls = w.locate(keys, "p" * 8 + "P" * 8)
+    assert [pull.keys for pull in pulls] == [keys[:8], keys[8:]]
+    assert offer.blocks == 16
+    _, (pull,) = w.locate(chain("b", 16), "q" * 16, compute_s=0.0024)
+    w.end(pull)
+    offer, pulls = w.locate(chain("c", 16), "r" * 8 + "R" * 8, compute_s=0.00125)
+    assert (offer.blocks, offer.reason) == (0, "slow"), "16 MiB need 17 ms on one way, whatever they lie in"
+
+
 # ---- what pays
 
 

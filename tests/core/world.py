@@ -35,7 +35,8 @@ def checksum(key: Key) -> bytes:
 
 
 def here(node: str, incarnation: int = 1) -> Location:
-    return Location(node, incarnation, TierKind.DRAM)
+    """A capital letter: in its lower tier alone."""
+    return Location(node.lower(), incarnation, TierKind.NVME if node.isupper() else TierKind.DRAM)
 
 
 class World:
@@ -226,8 +227,14 @@ class World:
         self.do(m.Arrived(fetch.pull, checksums))
         return self.told(m.Ready)
 
-    def acquire(self, keys: Sequence[Key], peer: str = "p", shard: int = 0, engine: str = "e") -> m.Leased:
-        return self.do(m.Acquire(self.call_id(), peer, keys, shard, self.fingerprint(engine)))
+    def acquire(
+        self, keys: Sequence[Key], peer: str = "p", shard: int = 0, engine: str = "e", *, waits: bool = False
+    ) -> m.Leased:
+        return self.do(m.Acquire(self.call_id(), peer, keys, shard, self.fingerprint(engine), waits))
+
+    def lend(self, keys: Sequence[Key], peer: str = "p", shard: int = 0) -> tuple[m.Leased, list[m.Fetch]]:
+        """A peer that waits asks; and what is fetched for it."""
+        return self.acquire(keys, peer, shard, waits=True), self.told(m.Fetch)
 
     def load(self, keys: Sequence[Key], request: str = "r", engine: str = "e", shard: int = 0) -> m.Leased:
         return self.do(m.Load(self.call_id(), engine, request, keys, shard))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import binascii
+import json
 from collections import Counter
 from dataclasses import replace
 
@@ -45,6 +46,26 @@ def test_tags_are_spread_evenly() -> None:
 def test_records_survive() -> None:
     record = record_of(1, 77, name='quotes " and \\ and ü', load=0.125)
     assert decode_record(record.node, b"77 " + encode_record(record)) == record
+
+
+def test_tiers_that_do_not_work_survive() -> None:
+    record = replace(record_of(1, 77), down=(TierKind.NVME,))
+    assert decode_record(record.node, b"77 " + encode_record(record)) == record
+    assert b"down" not in encode_record(record_of(1, 77)), "an older version reads it as before"
+
+
+@pytest.mark.parametrize("down", ["3", {"3": 1}, [3.5], [True], [-1], ["3"], [[3]], [3] * 17, None])
+def test_tiers_that_are_none_make_no_record(down: object) -> None:
+    record = record_of(1, 77)
+    content = json.loads(encode_record(record)) | {"down": down}
+    assert decode_record(record.node, b"77 " + json.dumps(content).encode()) is None
+
+
+def test_tiers_of_a_younger_version_are_left_out() -> None:
+    record = record_of(1, 77)
+    content = json.loads(encode_record(record)) | {"down": [3, 9]}
+    decoded = decode_record(record.node, b"77 " + json.dumps(content).encode())
+    assert decoded == replace(record, down=(TierKind.NVME,))
 
 
 @given(st.binary(max_size=300))

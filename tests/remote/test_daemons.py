@@ -28,6 +28,8 @@ from tests.server.conftest import shm  # noqa: F401
 from tests.server.harness import RawEngine, Wire, chain
 
 DEADLINE_S = 30.0
+PROMPTS = 10
+PROMPT_BLOCKS = 32
 
 
 class Member:
@@ -372,6 +374,106 @@ async def test_a_restart_in_place(pair: tuple[Member, Member], start: Any, share
     await one.store(later)
     await published(one)
     assert (await two.lookup(later)).blocks == 6
+
+
+def below(member: Member) -> int:
+    return sum(tier.blocks for tier in member.node.stats().tiers if tier.kind is TierKind.NVME)
+
+
+async def with_content_below(start: Any, shared: ValkeyServer, tmp_path: Path) -> tuple[Member, Member, Any]:
+    """Two daemons, of which the first has stored more than its memory holds and began anew; how it does."""
+    options = {
+        "index": f"redis://127.0.0.1:{shared.port}",
+        "nvme_paths": str(tmp_path / "nvme"),
+        "nvme_bytes": 32 << 20,
+        "demote_high_fraction": 0.01,
+        "pull_floor_s": 5.0,
+    }
+    one = await start("a", **options)
+    for seed in range(PROMPTS):
+        await one.store(chain(seed, PROMPT_BLOCKS))
+        await until(lambda need=(seed + 1) * PROMPT_BLOCKS: below(one) == need, "it is copied down")
+    await one.close()
+    await one.daemon.stop()
+
+    async def again() -> Member:
+        member = await start("a", **options)
+        await published(member)
+        return member
+
+    two = await start("b", index=options["index"], pull_floor_s=5.0)
+    return await again(), two, again
+
+
+async def test_what_lies_below_is_lent(start: Any, shared: ValkeyServer, tmp_path: Path) -> None:
+    one, two, _ = await with_content_below(start, shared, tmp_path)
+    await until(lambda: one.sees(two) and two.sees(one), "they see each other")
+    assert below(one) == PROMPTS * PROMPT_BLOCKS
+    blocks = [BlockId(key, 0) for key in chain(3, PROMPT_BLOCKS)]
+    assert {place.tier for (place,) in await two.remote.places(blocks)} == {TierKind.NVME}
+    for seed in (3, 7):
+        keys = chain(seed, PROMPT_BLOCKS)
+        assert (await two.lookup(keys, str(seed))).blocks == PROMPT_BLOCKS
+        assert await two.load(keys, str(seed)) == [two.engine.content(key) for key in keys]
+        one.node.core.check()
+        two.node.core.check()
+    assert two.node.stats().counters.failed_pulls == 0
+    assert {(peer.tier, peer.pulled_blocks) for peer in two.node.stats().peers} == {
+        (TierKind.NVME, 2 * PROMPT_BLOCKS)
+    }
+    await until(lambda: one.node.stats().leases == 0, "every lease is given back")
+    counters = one.node.stats().counters
+    assert counters.given_blocks == 2 * PROMPT_BLOCKS
+    await published(one)
+    assert {place.tier for (place, *_) in await two.remote.places(blocks)} <= {TierKind.DRAM, TierKind.NVME}
+
+
+async def test_what_a_peer_has_below_is_damaged(start: Any, shared: ValkeyServer, tmp_path: Path) -> None:
+    """A miss for whoever asks, and gone from the index; never wrong bytes."""
+    one, two, again = await with_content_below(start, shared, tmp_path)
+    await one.close()
+    await one.daemon.stop()
+    slab = tmp_path / "nvme" / "kvtier.slab"
+    content = bytearray(slab.read_bytes())
+    for begin in range(1 << 20, len(content), 4096):
+        content[begin + 1000] ^= 0x40
+    slab.write_bytes(content)
+    one = await again()
+    await until(lambda: one.sees(two) and two.sees(one), "they see each other")
+    keys = chain(5, PROMPT_BLOCKS)
+    offer = await two.lookup(keys)
+    if offer.blocks:
+        messages = await two.engine.load(keys[: offer.blocks], "r")
+        read = [block for message in messages for block in two.engine.read(message.slots)]
+        assert read == [two.engine.content(key) for key in keys[: len(read)]]
+        assert len(read) < PROMPT_BLOCKS
+    await until(lambda: one.node.stats().tiers[1].wrong_blocks > 0, "it was noticed")
+    await published(one)
+
+    async def is_clean() -> bool:
+        places = await two.remote.places([BlockId(key, 0) for key in keys])
+        return not all(places)
+
+    await harness.until(is_clean, "the index does not name what is wrong")
+
+
+async def test_a_tier_that_is_down_stops_to_count_elsewhere(
+    start: Any, shared: ValkeyServer, tmp_path: Path
+) -> None:
+    one, two, _ = await with_content_below(start, shared, tmp_path)
+    await until(lambda: one.sees(two) and two.sees(one), "they see each other")
+    keys = chain(5, PROMPT_BLOCKS)
+    slab, away = tmp_path / "nvme" / "kvtier.slab", tmp_path / "away"
+    slab.rename(away)
+    await one.store(chain(99, 4))  # a medium that nobody uses is not looked at
+    me = one.node.identity.node_id
+    await until(lambda: two.remote.membership.live[me].down == (TierKind.NVME,), "the other one knows")
+    assert not any(await two.remote.places([BlockId(key, 0) for key in keys]))
+    assert (await two.lookup(keys)).blocks == 0
+    away.rename(slab)
+    await until(lambda: two.remote.membership.live[me].down == (), "it counts again")
+    assert (await two.lookup(keys, "again")).blocks == PROMPT_BLOCKS
+    assert await two.load(keys, "again") == [two.engine.content(key) for key in keys]
 
 
 async def test_the_index_issues_the_incarnation(start: Any, shared: ValkeyServer, tmp_path: Path) -> None:

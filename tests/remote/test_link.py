@@ -243,8 +243,14 @@ def acquire_answer(count: int, **changes: Any) -> bytes:
         acquire_answer(3, lease_ttl_s=math.nan),
         acquire_answer(3, lease_ttl_s=math.inf),
         acquire_answer(3, lease_ttl_s=1e9),
+        acquire_answer(3, coming=1),
+        acquire_answer(0, lease_id=0, coming=4),
+        acquire_answer(2, coming=(1 << 32) - 1),
+        acquire_answer(0, coming=1, arena_id=8),
+        acquire_answer(0, coming=1, lease_ttl_s=math.nan),
+        acquire_answer(1, lease_id=0, coming=1),
     ],
-    ids=range(17),
+    ids=range(23),
 )
 async def test_leases_that_make_no_sense(answer: bytes, make_link: Callable[..., PeerLink]) -> None:
     async with raw_server({"Hello": lambda _: hello_answer(), "Acquire": lambda _: answer}) as address:
@@ -255,7 +261,13 @@ async def test_leases_that_make_no_sense(answer: bytes, make_link: Callable[...,
 
 
 async def test_what_makes_sense_is_taken(make_link: Callable[..., PeerLink]) -> None:
-    answers = [acquire_answer(3), pb.AcquireResponse(arena_id=7, lease_ttl_s=30.0).SerializeToString()]
+    answers = [
+        acquire_answer(3),
+        pb.AcquireResponse(arena_id=7, lease_ttl_s=30.0).SerializeToString(),
+        acquire_answer(0, coming=3),
+        acquire_answer(0, lease_id=0, coming=2),
+        acquire_answer(2, coming=1),
+    ]
     async with raw_server(
         {"Hello": lambda _: hello_answer(), "Acquire": lambda _: answers.pop(0)}
     ) as address:

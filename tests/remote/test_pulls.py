@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from kvtier.batching import FIRST_BATCH_BLOCKS, batches
 from kvtier.core import messages as m
 from kvtier.errors import TransferFault
 from kvtier.remote import pulls
+from kvtier.server import peer_wire
 from kvtier.types import Key, NodeRecord
+from kvtier.v1 import peer_pb2 as pb
 from tests.remote.peering import (
     BLOCK_BYTES,
     DEADLINE_S,
@@ -214,6 +217,55 @@ async def test_bytes_that_are_wrong_at_the_owner_are_gone_there_afterwards(
     owner.arena.view(owner.slot(KEYS[20]))[77] ^= 0x10
     assert await asker.pull(owner.record(), KEYS) == (20, pulls.CORRUPT)
     await until(lambda: not owner.node.places(KEYS[20:21]), "the owner dropped the block")
+
+
+async def test_a_peer_that_promises_and_never_brings(
+    owner: Owner, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked again a bounded number of times, within the pull's own time."""
+    knows(asker, owner)
+    asked: list[int] = []
+
+    def promise(reply: m.Leased, arena: int) -> pb.AcquireResponse:
+        asked.append(len(reply.slots))
+        return pb.AcquireResponse(
+            lease_id=reply.lease, arena_id=arena, lease_ttl_s=reply.lease_ttl_s, coming=len(reply.slots)
+        )
+
+    monkeypatch.setattr(peer_wire, "leased", promise)
+    begin_s = time.monotonic()
+    assert await asker.pull(owner.record(), KEYS, timeout_s=0.5) == (0, pulls.TIMEOUT)
+    assert time.monotonic() - begin_s < 5.0
+    assert 2 <= len(asked) <= pulls.MAX_ASKS
+    assert asker.counted("none", pulls.TIMEOUT) == 1
+    await all_given_back(owner)
+    link = asker.peers.get(OWNER_ID)
+    assert link is not None
+    assert not link.last_error, "it answers: its breaker is not told"
+    asked.clear()
+    monkeypatch.setattr(pulls, "MAX_ASKS", 3)
+    assert await asker.pull(owner.record(), KEYS) == (0, pulls.TIMEOUT)
+    assert len(asked) == 3
+
+
+async def test_what_comes_later_is_read_under_leases_of_its_own(
+    owner: Owner, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some at each ask: every one lands in its own slot, and the leases before are given back."""
+    knows(asker, owner)
+    real = peer_wire.leased
+    most: list[int] = []
+
+    def few(reply: m.Leased, arena: int) -> pb.AcquireResponse:
+        most.append(owner.leases)
+        some = replace(reply, slots=reply.slots[:7], checksums=reply.checksums[:7])
+        return real(replace(some, coming=len(reply.slots) - len(some.slots)), arena)
+
+    monkeypatch.setattr(peer_wire, "leased", few)
+    assert await asker.pull(owner.record(), KEYS) == (len(KEYS), "")
+    assert len(most) == -(-len(KEYS) // 7)
+    assert max(most) <= 3, "at most the present one, the one before, and one on its way back"
+    await all_given_back(owner)
 
 
 async def test_every_batch_that_is_all_wrong(owner: Owner, bent: tuple[Asker, Bent]) -> None:

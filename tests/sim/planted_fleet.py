@@ -95,7 +95,7 @@ def owners_ignore_which_life_is_asked(patch: pytest.MonkeyPatch) -> None:
 
 
 def places_of_dead_lives_count(patch: pytest.MonkeyPatch) -> None:
-    def wrong(places: Sequence[Location], usable: dict[str, int]) -> tuple[Location, ...]:
+    def wrong(places: Sequence[Location], usable: object) -> tuple[Location, ...]:
         return tuple(places)
 
     patch.setattr(Remote, "_counting", staticmethod(wrong))
