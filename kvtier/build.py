@@ -12,7 +12,7 @@ from kvtier import logs
 from kvtier.config import Config, FarRegion
 from kvtier.core.cache import CacheCore
 from kvtier.core.config import CoreConfig, TierSpec
-from kvtier.core.policies import LruPolicy
+from kvtier.core.policies import POLICIES
 from kvtier.errors import ResourceShortage
 from kvtier.hashing import Hasher
 from kvtier.identity import Identity
@@ -120,7 +120,7 @@ async def build(
         core = CacheCore(
             core_config(config, has_index=sharing is not None),
             [tier_spec(tier) for tier in tiers],
-            LruPolicy,
+            POLICIES[config.policy],
             seed=identity.incarnation,
         )
         hasher = Hasher({tier.kind: tier for tier in tiers})
@@ -280,4 +280,5 @@ def core_config(config: Config, *, has_index: bool = False) -> CoreConfig:
         pull_floor_s=config.pull_floor_s,
         demote_high_fraction=config.demote_high_fraction,
         admit_after_uses=config.admit_after_uses,
+        admit_by_worth=config.admit_by_worth,
     )

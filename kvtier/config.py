@@ -37,6 +37,7 @@ from pydantic_settings import (
 )
 
 from kvtier import machine
+from kvtier.core.policies import POLICIES
 from kvtier.errors import ConfigError
 from kvtier.paths import SOCKET_NAME, default_run_dir
 
@@ -78,6 +79,12 @@ def _no_flag(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("allowed is a number, true and false are none")
     return value
+
+
+def _known_policy(name: str) -> str:
+    if name not in POLICIES:
+        raise ValueError(f"allowed are {', '.join(POLICIES)}")
+    return name
 
 
 Size = Annotated[int, BeforeValidator(lambda value: _parse_size(value))]
@@ -242,11 +249,20 @@ class Config(BaseSettings):
     tier_deadline_s: Seconds = Field(
         5.0, description="a medium that takes longer to answer is out of use until it does"
     )
+    policy: Annotated[str, BeforeValidator(_lower), AfterValidator(_known_policy)] = Field(
+        "lru",
+        description=f"which blocks go down and out first: {', '.join(POLICIES)}",
+    )
     demote_high_fraction: Fraction = Field(
         0.75, description="where a tier is fuller, its coldest blocks are copied to the tier below"
     )
     admit_after_uses: Count = Field(
         1, description="blocks are copied to the tier below only after so many uses; storing one is the first"
+    )
+    admit_by_worth: bool = Field(
+        False,
+        description="blocks are copied to a full NVMe tier only if the policy would keep them there longer than "
+        "what has to go for them",
     )
     demote_bytes_per_s: Size = Field(
         1024 * MIB, description="bytes copied to each tier below each second; 0: as many as it takes"

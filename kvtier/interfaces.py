@@ -9,7 +9,7 @@ moves bytes between nodes, an `Index` says which nodes may have what. A new medi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -367,9 +367,18 @@ class Policy(Protocol):
     lease, hold, pin or reservation protects. The core adds a block when it becomes one and withdraws it
     when it ceases to be one. A candidate is never accessed: whatever reads or continues a block protects
     it first, so an access shows when the block is added again.
+
+    A call costs O(log n) amortised at most, however much is resident. A new policy is one file in
+    `core/policies/`, and one line in its `registry`.
     """
 
-    def add(self, block: BlockId, accessed: int, uses: int, depth: int) -> None:
+    def came(self, block: BlockId) -> None:
+        """`block` is resident from now on; it may become a candidate."""
+        ...
+
+    def add(
+        self, block: BlockId, accessed: int, uses: int, depth: int, after: BlockId | None = None
+    ) -> None:
         """`block` is a candidate from now on.
 
         Parameters
@@ -377,9 +386,13 @@ class Policy(Protocol):
         accessed
             The core's number of its latest access.
         uses
-            How often it was read, or stored again though it was here, since it came; never falls.
+            How often a prompt has come by it since it came: it was read, stored again though it was here, or
+            continued anew; never falls.
         depth
             How many blocks of its prompt come before it; the same each time.
+        after
+            The last block that continued it, which has just gone: `forget` follows. None: it is a candidate
+            for another reason.
         """
         ...
 
@@ -398,7 +411,15 @@ class Policy(Protocol):
         """
         ...
 
-    def check(self, candidates: Mapping[BlockId, int]) -> None:
+    def turn(self, block: BlockId, accessed: int, uses: int, depth: int) -> float:
+        """When this resident block should go, as far as is known now: smaller is earlier.
+
+        The parameters are those of `add`. Demotes follow it, and admission to a tier that is full compares by
+        it; turns of the policies of two tiers can be compared, since accesses are numbered alike.
+        """
+        ...
+
+    def check(self, candidates: Mapping[BlockId, int], residents: Set[BlockId]) -> None:
         """Assert that exactly these blocks are candidates, each with the number of its latest access, and
         that all else that is remembered is bounded by what is resident.
         """

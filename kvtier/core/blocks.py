@@ -32,12 +32,13 @@ class Block:
     `extent` is None for ghosts; the last three links are the parent's child list. `pull` is what brings a
     pending block (None: an engine stores it, and every other block). `replica` ends where an engine of this
     node stores the same. `depth` counts the blocks before it in its prompt, `uses` how often it was read, or
-    stored again though it was here.
+    stored again though it was here, `continued` how often an engine stored a block behind it.
     """
 
     __slots__ = (
         "candidate",
         "checksum",
+        "continued",
         "depth",
         "extent",
         "first_child",
@@ -69,6 +70,7 @@ class Block:
         self.guards = 0
         self.last = 0
         self.uses = 0
+        self.continued = 0
         self.depth = 0
         self.candidate = False
         self.orphan = False
@@ -81,6 +83,15 @@ class Block:
         self.first_child: Block | None = None
         self.next: Block | None = None
         self.previous: Block | None = None
+
+    def reuse(self) -> int:
+        """How often a prompt has come by it: what `Policy.add` calls uses.
+
+        Whoever reads it may also continue it, so the two do not add up. To be continued once is no reuse: that
+        was the prompt that stored it.
+        """
+        again = self.continued - 1
+        return again if again > self.uses else self.uses
 
     def pool(self) -> Pool:
         """The pool its slot belongs to."""

@@ -220,7 +220,8 @@ def _check_candidates(residency: Residency, blocks: list[Block]) -> None:
             assert pool.orphans.keys() == orphans
             candidates = [block for block in here if block.candidate and not block.orphan]
             for policy, is_replica in ((pool.policy, False), (pool.replicas, True)):
-                policy.check({b.id: b.last for b in candidates if b.replica == is_replica})
+                residents = {b.id for b in here if b.state == RESIDENT and b.replica == is_replica}
+                policy.check({b.id: b.last for b in candidates if b.replica == is_replica}, residents)
 
 
 def _check_reservations(core: CacheCore) -> None:

@@ -46,6 +46,8 @@ class CoreConfig:
         A tier that is fuller than this has its coldest blocks copied to the tier below, ahead of eviction.
     admit_after_uses
         Blocks go down only with so many uses (storing one is the first); what they continue goes with them.
+    admit_by_worth
+        Blocks go down to a full tier only if its policy would keep them longer than what has to go for them.
     max_demotes, demote_batch_bytes
         Demotes at once for each tier, and bytes of one (at least a block).
     max_fetches, max_fetched_fraction
@@ -84,6 +86,7 @@ class CoreConfig:
     pull_floor_s: float = 0.1
     demote_high_fraction: float = 0.75
     admit_after_uses: int = 1
+    admit_by_worth: bool = False
     max_demotes: int = 4
     demote_batch_bytes: int = 32 << 20
     max_fetches: int = 32

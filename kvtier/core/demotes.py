@@ -1,6 +1,6 @@
 """What is copied down a tier ahead of eviction, so that eviction only drops and a store never waits for it.
 
-Chosen among the candidates of eviction, coldest first, while the upper tier is fuller than its watermark. A
+Chosen among the candidates of eviction, in the policy's order, while the upper tier is fuller than its watermark. A
 block that goes down takes along what it continues, ancestors first, so that a prefix in the lower tier has no
 holes. It stays where it was, too, until eviction takes it.
 
@@ -152,8 +152,13 @@ class Demotes:
         return path
 
     def _passes(self, block: Block) -> bool:
-        """Admission: used often enough, the store included; what other nodes have comes from there."""
-        return block.uses + 1 >= self._config.admit_after_uses and not block.replica
+        """Admission: used often enough, the store included, and worth what goes for it.
+
+        What other nodes have comes from there.
+        """
+        if block.replica or block.reuse() + 1 < self._config.admit_after_uses:
+            return False
+        return not self._config.admit_by_worth or self.lower.is_worth_more(block)
 
     def _make_room(self, pool: Pool, sources: Sequence[Block]) -> None:
         """Free as many slots, without eating what the sources continue."""
@@ -174,6 +179,7 @@ class Demotes:
             target = self.lower.admit(source.id, parent, self.lower.shape(source.shape), place)
             self.lower.renew(target, source.last)
             target.uses = source.uses
+            target.continued = source.continued
             self.upper.guard(source)
             targets.append(target)
         return targets
@@ -210,7 +216,7 @@ class Demotes:
         if leaf.state == RESIDENT and not leaf.orphan and not leaf.replica:
             coldest = leaf.pool().coldest
             assert coldest is not None
-            coldest.wait(leaf.id, leaf.last)
+            coldest.wait(leaf.id, leaf.last, leaf.reuse(), leaf.depth)
 
     # ---- what comes of it
 
@@ -250,7 +256,7 @@ class Demotes:
 
     def used(self, block: Block) -> None:
         """A prefix was read that ends in `block`, which need not be a leaf: it may have passed just now."""
-        if self._config.admit_after_uses > 1:
+        if self._config.admit_after_uses > 1 or self._config.admit_by_worth:
             self._wait(block)
 
     def room_made(self) -> None:

@@ -154,7 +154,7 @@ class Forest:
                 self._refresh(at)
             at = parent
 
-    def _refresh(self, block: Block) -> None:
+    def _refresh(self, block: Block, after: BlockId | None = None) -> None:
         if block.first_child is not None or block.guards:
             return
         if block.state == RESIDENT and not block.candidate:
@@ -163,9 +163,9 @@ class Forest:
             if block.orphan:
                 pool.orphans[block] = None
             elif block.replica:
-                pool.replicas.add(block.id, block.last, block.uses, block.depth)
+                pool.replicas.add(block.id, block.last, block.reuse(), block.depth, after)
             else:
-                pool.policy.add(block.id, block.last, block.uses, block.depth)
+                pool.policy.add(block.id, block.last, block.reuse(), block.depth, after)
         elif block.state == GHOST:
             del self.shards[block.id.shard][block.id.key]
 
@@ -215,7 +215,9 @@ class Forest:
         block.verified = pull is not None or not self.scrubs
         block.verifying = False
         block.pull = None
-        tier = block.pool().tier
+        pool = block.pool()
+        (pool.replicas if block.replica else pool.policy).came(block.id)
+        tier = pool.tier
         tier.reserved_bytes -= block.shape.slot_bytes
         tier.resident_bytes += block.shape.slot_bytes
         tier.blocks += 1
@@ -234,7 +236,10 @@ class Forest:
         assert block.replica
         assert block.guards
         block.replica = False
-        block.pool().tier.replica_bytes -= block.shape.slot_bytes
+        pool = block.pool()
+        pool.replicas.forget(block.id)
+        pool.policy.came(block.id)
+        pool.tier.replica_bytes -= block.shape.slot_bytes
 
     def lose(self, block: Block) -> Place:
         """Take a block out of its slot, whatever refers to it; the caller frees or keeps the slot."""
@@ -246,8 +251,9 @@ class Forest:
         if block.candidate and block.orphan:
             self._withdraw(block)
         block.candidate = False
+        policy = None
         if block.state == RESIDENT:
-            (pool.replicas if block.replica else pool.policy).forget(block.id)
+            policy = pool.replicas if block.replica else pool.policy
             tier.resident_bytes -= slot_bytes
             tier.blocks -= 1
             if block.replica:
@@ -259,11 +265,13 @@ class Forest:
         if block.guards:
             extent.guarded -= 1
         self._detach(block)
+        if policy is not None:
+            policy.forget(block.id)
         extent.blocks[index] = None
         block.extent = None
         block.state = GHOST
         block.orphan = block.replica = False
-        block.uses = 0
+        block.uses = block.continued = 0
         block.pull = None
         block.checksum = b""
         if block.first_child is not None:
@@ -308,7 +316,7 @@ class Forest:
         if block.guards:
             self.unguard(parent)
         else:
-            self._refresh(parent)
+            self._refresh(parent, block.id)
 
     def _mark_below(self, ancestor: Block, *, orphan: bool) -> None:
         """`ancestor` was lost or is back: once for each descendant, however deep."""

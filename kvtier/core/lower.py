@@ -123,7 +123,8 @@ class LowerTier(Residency):
             policy.withdraw(block.id)
             self.renew(block, twin.last)
             block.uses = max(block.uses, twin.uses)
-            policy.add(block.id, block.last, block.uses, block.depth)
+            block.continued = max(block.continued, twin.continued)
+            policy.add(block.id, block.last, block.reuse(), block.depth)
             block = super()._victim(policy)
         return block
 
@@ -144,6 +145,19 @@ class LowerTier(Residency):
             self.counts.wrong_blocks += 1
             self.free(self.lose(block))
         return lost
+
+    def is_worth_more(self, block: Block) -> bool:
+        """Whether the policy would keep a block of the tier above longer than what has to go for it."""
+        pool = self.map.pools.get(self.shape(block.shape).slot_bytes)
+        if pool is None or pool.free or pool.orphans or self.map.free_extents:
+            return True
+        victim = self._victim(pool.policy)
+        if victim is None:
+            return True
+        turn = pool.policy.turn
+        return turn(block.id, block.last, block.reuse(), block.depth) > turn(
+            victim.id, victim.last, victim.reuse(), victim.depth
+        )
 
     # ---- recovery
 

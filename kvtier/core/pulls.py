@@ -276,6 +276,7 @@ class Pulls(Plans):
             if below.state == RESIDENT:  # else another fetch has found it wrong, and this one right
                 assert block.checksum == below.checksum, "other bytes arrived than were asked for"
                 block.uses = below.uses
+                block.continued = below.continued
         residency.touch(blocks)
         for block in blocks:
             residency.unguard(block)

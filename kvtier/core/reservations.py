@@ -140,6 +140,8 @@ class Reservations:
                 place = places[len(entry.pending)]
                 block = self._residency.admit(BlockId(key, event.shard), above, entry.engine.shape, place)
                 entry.pending[key] = block
+                if above is not None:
+                    above.continued += 1
                 slot = pool.slot(*place)
                 states.append(ReserveState.GRANTED)
             slots.append(slot)

@@ -2,63 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from heapq import heapify, heappop, heappush
-from typing import Final
+from collections.abc import Mapping, Set
 
+from kvtier.core.policies.heap import LazyHeap
 from kvtier.types import BlockId
-
-_SLACK: Final = 64
 
 
 class LruPolicy:
-    """The candidate whose latest access is oldest goes first.
-
-    A heap of (access, block). Entries of former candidates stay as garbage until they surface or are
-    half of the heap, whichever comes first: O(log n) amortised, memory O(candidates).
-    """
+    """The candidate whose latest access is oldest goes first; nothing is remembered of any other block."""
 
     def __init__(self) -> None:
-        self._accessed: dict[BlockId, int] = {}
-        self._heap: list[tuple[int, BlockId]] = []
+        self._heap = LazyHeap()
 
-    def add(self, block: BlockId, accessed: int, uses: int, depth: int) -> None:
+    def came(self, block: BlockId) -> None:
+        """Nothing: only candidates count."""
+
+    def add(
+        self, block: BlockId, accessed: int, uses: int, depth: int, after: BlockId | None = None
+    ) -> None:
         """Enter a candidate."""
-        self._accessed[block] = accessed
-        heappush(self._heap, (accessed, block))
-        self._compact()
+        self._heap.put(block, accessed)
 
     def withdraw(self, block: BlockId) -> None:
-        """Its entry stays in the heap as garbage."""
-        del self._accessed[block]
-        self._compact()
+        """Nothing is remembered of it."""
+        self._heap.discard(block)
 
     def forget(self, block: BlockId) -> None:
-        """Nothing is remembered of blocks that are no candidates."""
-        if self._accessed.pop(block, None) is not None:
-            self._compact()
+        """Nothing is remembered of it."""
+        self._heap.discard(block)
 
     def victim(self) -> BlockId | None:
         """The candidate with the oldest access."""
-        heap = self._heap
-        while heap:
-            accessed, block = heap[0]
-            if self._accessed.get(block) == accessed:
-                return block
-            heappop(heap)
-        return None
+        return self._heap.peek()
 
-    def candidates(self) -> Mapping[BlockId, int]:
-        """All of them, with their latest accesses."""
-        return self._accessed
+    @staticmethod
+    def turn(block: BlockId, accessed: int, uses: int, depth: int) -> float:
+        """The latest access."""
+        return accessed
 
-    def _compact(self) -> None:
-        if len(self._heap) > 2 * len(self._accessed) + _SLACK:
-            self._heap = [(accessed, block) for block, accessed in self._accessed.items()]
-            heapify(self._heap)
-
-    def check(self, candidates: Mapping[BlockId, int]) -> None:
-        """Assert that exactly these blocks are known with these accesses, and that garbage is bounded."""
-        assert self._accessed == dict(candidates), "policy and core disagree on the candidates"
-        assert {(accessed, block) for block, accessed in candidates.items()} <= set(self._heap)
-        assert len(self._heap) <= 2 * len(candidates) + _SLACK, "the heap is mostly garbage"
+    def check(self, candidates: Mapping[BlockId, int], residents: Set[BlockId]) -> None:
+        """See `Policy.check`."""
+        assert self._heap.keys == dict(candidates), "policy and core disagree on the candidates"
+        self._heap.check()
