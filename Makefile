@@ -45,9 +45,9 @@ check: install buf ## formatting, lint, types, layers, protos and the fast tests
 	$(MAKE) --no-print-directory proto-check
 	if [ "$(FAST_TESTS)" = yes ]; then $(PYTEST) -m "not slow and not gpu" tests; fi
 
-bench: install ## one benchmark: make bench NAME=local|core|rpc|index|remote|nvme|codecs|ttft|decode|idle
+bench: install ## one benchmark: make bench NAME=local|core|rpc|index|remote|nvme|codecs|replay|ttft|decode|idle [ARGS=...]
 	mkdir -p $(dir $(JSON))
-	$(BIN)/python -m bench $(NAME) --json $(JSON)
+	$(BIN)/python -m bench $(NAME) --json $(JSON) $(ARGS)
 
 proto: install ## regenerate kvtier/v1 from proto/
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/kvtier/v1/*.proto

@@ -14,6 +14,7 @@ from typing import Any, Final
 from kvtier.core import messages as m
 from kvtier.core.cache import CacheCore
 from kvtier.core.config import CoreConfig, TierSpec
+from kvtier.core.policies import POLICIES
 from kvtier.errors import KvtierError
 from kvtier.types import PAGE_SIZE_BYTES, BlockId, BlockRecord, Key, Slot, TierKind
 
@@ -84,12 +85,14 @@ class SimulatedNode:
         tier: TierSpec,
         below: TierSpec | None = None,
         far: TierSpec | None = None,
+        policy: str = "lru",
     ) -> None:
         self.rng = rng
         self.config = config
         self.tier = tier
         self.below = below
         self.far = far
+        self.policy = policy
         self.incarnation = 0
         self.arenas: dict[int, list[Token]] = {}
         self.headers: dict[Slot, BlockRecord] = {}
@@ -120,7 +123,7 @@ class SimulatedNode:
         tiers = [its for its in (tier, self.below, self.far) if its is not None]
         if self.far is not None:
             self.arenas[FAR] = ["empty"] * (self.far.capacity_bytes // PAGE_SIZE_BYTES)
-        self.core = CacheCore(self.config, tiers, seed=self.incarnation)
+        self.core = CacheCore(self.config, tiers, POLICIES[self.policy], seed=self.incarnation)
         self.replies: dict[tuple[str, bytes], m.Action] = {}
         self.leases: dict[int, LiveLease] = {}
         self.holds: dict[str, LiveHold] = {}

@@ -20,6 +20,7 @@ from typing import Any
 
 from kvtier.core import messages as m
 from kvtier.core.config import CoreConfig, TierSpec
+from kvtier.core.policies import POLICIES
 from kvtier.testing.simulated_engine import SimulatedEngine, Sleep, Task, make_chain, make_layout
 from kvtier.testing.simulated_node import DISK, FAR, SimulatedNode
 from kvtier.testing.simulated_tier import SimulatedTier
@@ -65,10 +66,17 @@ class Simulation:
         Whether there is a disk below; None: the seed decides that, too.
     far
         Whether there is far memory between it and the top; None: the seed decides, where there is a disk.
+    policy
+        By name; None: the seed decides.
     """
 
     def __init__(
-        self, seed: int, check_every: int = 1, below: bool | None = None, far: bool | None = None
+        self,
+        seed: int,
+        check_every: int = 1,
+        below: bool | None = None,
+        far: bool | None = None,
+        policy: str | None = None,
     ) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
@@ -105,9 +113,10 @@ class Simulation:
         self.layouts = [make_layout(pages) for pages in self.rng.choice(((1,), (1, 2), (1, 2, 3)))]
         self.shards = self.rng.choice((1, 1, 2))
         disk = self._disk(extent_bytes) if below else None
-        self.node = SimulatedNode(
-            self.rng, config, tier, disk, self._far(seed, extent_bytes) if far else None
-        )
+        between = self._far(seed, extent_bytes) if far else None
+        if policy is None:
+            policy = random.Random(f"policy/{seed}").choice(sorted(POLICIES))
+        self.node = SimulatedNode(self.rng, config, tier, disk, between, policy)
         self.tier = SimulatedTier(self)
         self.engines: list[SimulatedEngine] = []
         self.everyone: list[SimulatedEngine] = []
@@ -117,6 +126,7 @@ class Simulation:
         return {
             "demote_high_fraction": rng.choice((0.05, 0.3, 0.6)),
             "admit_after_uses": rng.choice((1, 1, 2)),
+            "admit_by_worth": random.Random(f"admit/{seed}").random() < 0.3,
             "max_demotes": rng.choice((1, 3)),
             "demote_batch_bytes": PAGE_SIZE_BYTES * rng.choice((1, 4, 16)),
             "max_fetches": rng.choice((2, 8)),

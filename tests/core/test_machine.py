@@ -23,6 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtier.core import messages as m
 from kvtier.core.cache import CacheCore
 from kvtier.core.config import CoreConfig, TierSpec
+from kvtier.core.policies import POLICIES
 from kvtier.core.stats import BlockPlace
 from kvtier.errors import Conflict, LimitExceeded, UnknownId
 from kvtier.types import BlockId, BlockRecord, Key, Layout, LayoutKind, LayoutOrder, Location, Slot, TierKind
@@ -131,6 +132,8 @@ class CoreMachine(RuleBasedStateMachine):
         uses=st.sampled_from((1, 1, 2)),
         batch=st.sampled_from((1, 3, 8)),
         found=PATHS,
+        policy=st.sampled_from(sorted(POLICIES)),
+        by_worth=st.booleans(),
     )
     def begin(
         self,
@@ -149,6 +152,8 @@ class CoreMachine(RuleBasedStateMachine):
         uses: int,
         batch: int,
         found: list[int],
+        policy: str,
+        by_worth: bool,
     ) -> None:
         config = CoreConfig(
             max_leased_fraction=leased,
@@ -163,6 +168,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_given_fraction=given,
             demote_high_fraction=high,
             admit_after_uses=uses,
+            admit_by_worth=by_worth,
             max_demotes=max(1, max_pulls // 3),
             demote_batch_bytes=batch * PAGE,
             max_fetches=max_pulls,
@@ -184,7 +190,7 @@ class CoreMachine(RuleBasedStateMachine):
         )
         between = TierSpec(TierKind.FAR, far * 4 * PAGE, far * 4 * PAGE, 4 * PAGE)
         tiers = [tier, *([below] if nvme else []), *([between] if far else [])]
-        self.core = CacheCore(config, tiers)
+        self.core = CacheCore(config, tiers, POLICIES[policy])
         self.below = {its.kind: {} for its in self.core.lower}
         if nvme:
             self.recover(_keys(1, found))

@@ -12,6 +12,8 @@ from kvtier.errors import ConfigError, Conflict, InvalidRequest, LimitExceeded, 
 from kvtier.types import TierKind
 from tests.core.world import PAGE, G, P, R, World, chain, make_layout
 
+pytestmark = pytest.mark.usefixtures("each_policy")
+
 
 def test_leaves_go_before_ancestors_and_the_least_recent_branch_first() -> None:
     w = World(slots=8)

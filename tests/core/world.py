@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from kvtier.core import messages as m
 from kvtier.core.blocks import RESIDENT
 from kvtier.core.cache import CacheCore
 from kvtier.core.config import CoreConfig, TierSpec
+from kvtier.core.policies import POLICIES
 from kvtier.types import BlockId, Key, Layout, LayoutKind, LayoutOrder, Location, TierKind
 
 T = TypeVar("T")
@@ -40,6 +41,9 @@ def here(node: str, incarnation: int = 1) -> Location:
 
 
 class World:
+    policy: ClassVar[str] = "lru"
+    """Of those that are made without one; tests that hold whatever the policy are run with each."""
+
     def __init__(
         self,
         slots: int = 16,
@@ -54,6 +58,7 @@ class World:
         nvme_extent_pages: int = 8,
         outlives: bool = False,
         far: int = 0,
+        policy: str = "",
         **config: Any,
     ) -> None:
         """`nvme`: slots of a tier below, each with a header of one page before its block; `far`: slots of a
@@ -81,7 +86,8 @@ class World:
         )
         between = TierSpec(TierKind.FAR, far * PAGE, far * PAGE, extent_pages * PAGE, arena=8)
         tiers = [*([below] if nvme else []), *([between] if far else []), top]
-        self.core = CacheCore(CoreConfig(**{**defaults, **config}), tiers, seed=seed)
+        made = POLICIES[policy or self.policy]
+        self.core = CacheCore(CoreConfig(**{**defaults, **config}), tiers, made, seed=seed)
         self.now_s = 0.0
         self.layouts: dict[str, Layout] = {}
         self.instructions: list[m.Instruction] = []
