@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from kvtier.core.policies import POLICIES
 from kvtier.testing.simulated_node import Violation
 from kvtier.testing.simulator import Simulation, main
-from tests.sim import planted_tiers
+from tests.sim import planted_policies, planted_tiers
 from tests.sim.planted import PLANTS, Plant
 
 SEEDS: dict[str, Any] = json.loads((Path(__file__).parent / "seeds.json").read_text())
@@ -86,6 +87,26 @@ def test_planted_bugs_of_tiers_are_found(plant: Plant, monkeypatch: pytest.Monke
 def _run_without_checks(seeds: int, *, below: bool) -> None:
     for seed in range(seeds):
         Simulation(seed, check_every=10**9, below=below).run(STEPS)
+
+
+@pytest.mark.parametrize(
+    ("policy", "plant"),
+    [(policy, plant) for policy, plants in planted_policies.PLANTS.items() for plant in plants],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_planted_bugs_of_policies_are_found(
+    policy: str, plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises((Violation, AssertionError, LookupError)):
+        for seed in range(20):
+            Simulation(seed, below=True, policy=policy).run(STEPS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_few_histories_of_each_policy(policy: str) -> None:
+    results = [Simulation(seed, below=seed % 2 == 0, policy=policy).run(STEPS) for seed in range(100, 104)]
+    assert sum(result.loaded_blocks for result in results) > 50
 
 
 def test_the_command_reports_what_it_ran(capsys: pytest.CaptureFixture[str]) -> None:
