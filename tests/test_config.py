@@ -122,6 +122,7 @@ def test_auto_is_never_an_error_for_commands_that_need_no_arena(tmp_path: Path) 
         ("scrub_bytes_per_s", -1, "whole number"),
         ("metrics_port", 65_536, "65535"),
         ("log_level", "loud", "'debug'"),
+        ("policy", "fifo", "allowed are lru, s3fifo, worth"),
     ],
 )
 def test_what_is_not_allowed_names_field_value_and_what_is(field: str, value: object, allowed: str) -> None:
@@ -254,6 +255,17 @@ def test_a_home_that_nobody_has(field: str) -> None:
 def test_paths_that_are_none(tmp_path: Path, value: str) -> None:
     with pytest.raises(ConfigError, match=r"nvme_paths.*allowed are paths"):
         Config.load(toml(tmp_path / "kvtier.toml", f"nvme_paths = {value}\n"))
+
+
+def test_a_policy_from_each_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Config().policy == "lru"
+    assert Config.load(toml(tmp_path / "kvtier.toml", 'policy = "worth"\n')).policy == "worth"
+    monkeypatch.setenv("KVTIER_POLICY", "S3FIFO")
+    assert Config.load().policy == "s3fifo"
+    assert Config.load(policy="worth").policy == "worth"
+    monkeypatch.setenv("KVTIER_POLICY", "random")
+    with pytest.raises(ConfigError, match=r"policy is 'random' \(environment KVTIER_POLICY\)"):
+        Config.load()
 
 
 def test_no_index_in_any_case() -> None:
