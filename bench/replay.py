@@ -1,12 +1,12 @@
 """How many tokens does each policy save? A trace and made workloads, through the real core.
 
-``python -m bench replay [TRACE ...]``, or ``make bench NAME=replay ARGS=TRACE``. A trace has one JSON object a
-line: ``timestamp`` (ms), ``input_length`` (tokens), ``hash_ids`` (each names a prefix of 512-token blocks), as
-those of Mooncake's FAST'25 release. Without one only the made workloads run.
+``python -m bench replay [TRACE ...]``, or ``make bench NAME=replay ARGS=TRACE``. A trace has one JSON object
+a line: ``timestamp`` (ms), ``input_length`` (tokens), ``hash_ids`` (each names a prefix of 512-token blocks),
+as those of Mooncake's FAST'25 release. Without one only the made workload runs.
 
-Every core decision is the daemon's; I/O takes no time, and a request ends before the next one begins. Capacities
-are shares of the working set, all distinct blocks. Below DRAM, NVMe has `NVME_TIMES` as much. A second figure for
-the trace, in blocks, can be compared with what others publish.
+Every core decision is the daemon's; I/O takes no time, and a request ends before the next one begins.
+Capacities are shares of the working set, all distinct blocks. Below DRAM, NVMe has `NVME_TIMES` as much. A
+second figure for the trace, in blocks, can be compared with what others publish.
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ def arms_of(name: str, requests: Sequence[Request]) -> list[dict[str, Any]]:
     dram = int(ADMISSION_SHARE * total)
     admissions: tuple[dict[str, float], ...] = ({"admit_after_uses": 2}, {"admit_by_worth": True})
     for options in admissions:
-        for policy in POLICIES:
-            arms.append(
-                {"share": ADMISSION_SHARE, **replay(requests, policy, dram, NVME_TIMES * dram, **options)}
-            )
+        arms += [
+            {"share": ADMISSION_SHARE, **replay(requests, policy, dram, NVME_TIMES * dram, **options)}
+            for policy in POLICIES
+        ]
     return arms
 
 

@@ -261,8 +261,8 @@ class Config(BaseSettings):
     )
     admit_by_worth: bool = Field(
         False,
-        description="blocks are copied to a full NVMe tier only if the policy would keep them there longer than "
-        "what has to go for them",
+        description="blocks are copied to a full NVMe tier only if the policy would keep them there longer "
+        "than what has to go for them",
     )
     demote_bytes_per_s: Size = Field(
         1024 * MIB, description="bytes copied to each tier below each second; 0: as many as it takes"

@@ -376,9 +376,7 @@ class Policy(Protocol):
         """`block` is resident from now on; it may become a candidate."""
         ...
 
-    def add(
-        self, block: BlockId, accessed: int, uses: int, depth: int, after: BlockId | None = None
-    ) -> None:
+    def add(self, block: BlockId, accessed: int, uses: int, depth: int, after: BlockId | None = None) -> None:
         """`block` is a candidate from now on.
 
         Parameters

@@ -87,8 +87,8 @@ class Block:
     def reuse(self) -> int:
         """How often a prompt has come by it: what `Policy.add` calls uses.
 
-        Whoever reads it may also continue it, so the two do not add up. To be continued once is no reuse: that
-        was the prompt that stored it.
+        Whoever reads it may also continue it, so the two do not add up. To be continued once is no reuse:
+        that was the prompt that stored it.
         """
         again = self.continued - 1
         return again if again > self.uses else self.uses

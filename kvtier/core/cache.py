@@ -75,6 +75,7 @@ class CacheCore:
             is_last = spec is below[-1]
             above = [self.residency, *self.lower]
             tier = LowerTier(spec, policy, config, above, publishing=publishing, demotes=not is_last)
+            upper.leaving = tier.left_above
             self.lower.append(tier)
             self.demotes.append(Demotes(config, upper, tier))
             upper = tier

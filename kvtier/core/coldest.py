@@ -23,9 +23,7 @@ class Coldest:
         self.victim = policy.victim
         self.turn = policy.turn
 
-    def add(
-        self, block: BlockId, accessed: int, uses: int, depth: int, after: BlockId | None = None
-    ) -> None:
+    def add(self, block: BlockId, accessed: int, uses: int, depth: int, after: BlockId | None = None) -> None:
         """As `Policy`; the candidate waits."""
         self.policy.add(block, accessed, uses, depth, after)
         self._waiting.put(block, self.policy.turn(block, accessed, uses, depth))

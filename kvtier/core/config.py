@@ -47,11 +47,12 @@ class CoreConfig:
     admit_after_uses
         Blocks go down only with so many uses (storing one is the first); what they continue goes with them.
     admit_by_worth
-        Blocks go down to a full tier only if its policy would keep them longer than what has to go for them.
+        Blocks go down to a full tier only if its policy would keep them longer than what goes for them.
     max_demotes, demote_batch_bytes
         Demotes at once for each tier, and bytes of one (at least a block).
     max_fetches, max_fetched_fraction
-        Fetches at once from each tier, and the share of the top tier's bytes that they all may be filling.
+        Fetches at once from each tier, and the share of the top tier's bytes that they all may be filling:
+        what an engine may lease it may also fetch.
     fetch_overhead_s, fetch_bytes_per_s
         As of pulls: believed of a tier until it has been measured.
     max_lends, max_lends_per_peer, max_lent_fraction
@@ -90,7 +91,7 @@ class CoreConfig:
     max_demotes: int = 4
     demote_batch_bytes: int = 32 << 20
     max_fetches: int = 32
-    max_fetched_fraction: float = 0.25
+    max_fetched_fraction: float = 0.5
     fetch_overhead_s: float = 0.001
     fetch_bytes_per_s: float = 2e9
     max_lends: int = 16

@@ -1,8 +1,8 @@
 """What is copied down a tier ahead of eviction, so that eviction only drops and a store never waits for it.
 
-Chosen among the candidates of eviction, in the policy's order, while the upper tier is fuller than its watermark. A
-block that goes down takes along what it continues, ancestors first, so that a prefix in the lower tier has no
-holes. It stays where it was, too, until eviction takes it.
+Chosen among the candidates of eviction, in the policy's order, while the upper tier is fuller than its
+watermark. A block that goes down takes along what it continues, ancestors first, so that a prefix in the
+lower tier has no holes. It stays where it was, too, until eviction takes it.
 
 Tiers are a chain (dram, far, nvme): each one's blocks go to the next one alone, from where they lie, once it
 is fuller than its own watermark. So each pair of tiers keeps the same rules, and none knows of a third; what
@@ -156,7 +156,7 @@ class Demotes:
 
         What other nodes have comes from there.
         """
-        if block.replica or block.reuse() + 1 < self._config.admit_after_uses:
+        if block.replica or block.uses + 1 < self._config.admit_after_uses:
             return False
         return not self._config.admit_by_worth or self.lower.is_worth_more(block)
 

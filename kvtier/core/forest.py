@@ -54,6 +54,8 @@ class Forest:
         self.ledgers: list[Ledger] = []
         self.unverified: deque[Block] = deque()
         self.accesses = 0
+        self.leaving: Callable[[Block], None] | None = None
+        """Told of each resident block that is about to be lost: the tier below, if there is one."""
         self.publishing = publishing
         if publishing is not None:
             publishing.forests.append(self)
@@ -253,6 +255,8 @@ class Forest:
         block.candidate = False
         policy = None
         if block.state == RESIDENT:
+            if self.leaving is not None:
+                self.leaving(block)
             policy = pool.replicas if block.replica else pool.policy
             tier.resident_bytes -= slot_bytes
             tier.blocks -= 1

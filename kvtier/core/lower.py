@@ -120,13 +120,23 @@ class LowerTier(Residency):
             twin = None if block is None else self._twin(block)
             if block is None or twin is None or twin.last <= block.last:
                 break
-            policy.withdraw(block.id)
-            self.renew(block, twin.last)
-            block.uses = max(block.uses, twin.uses)
-            block.continued = max(block.continued, twin.continued)
-            policy.add(block.id, block.last, block.reuse(), block.depth)
+            self.left_above(twin)
             block = super()._victim(policy)
         return block
+
+    def left_above(self, twin: Block) -> None:
+        """What is here of a block that leaves the tier above, or was used there, is as young and used."""
+        block = self.get(twin.id.key, twin.id.shard)
+        if block is None or block.state != RESIDENT or twin.last <= block.last:
+            return
+        was_candidate = block.candidate
+        if was_candidate:
+            self._withdraw(block)
+        self.renew(block, twin.last)
+        block.uses = max(block.uses, twin.uses)
+        block.continued = max(block.continued, twin.continued)
+        if was_candidate:
+            self._refresh(block)
 
     @staticmethod
     def renew(block: Block, accessed: int) -> None:

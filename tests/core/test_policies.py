@@ -1,4 +1,4 @@
-"""The order of each policy, by itself and in the core: what it keeps, what it drops, and what it remembers."""
+"""The order of each policy, by itself and in the core: what it keeps, drops and remembers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def test_s3fifo_what_was_used_stays_and_what_was_not_goes_first() -> None:
     for number in range(10, 30):
         told.store(number)
     gone = [told.evict() for _ in range(25)]
-    assert gone == [n for n in range(30) if n not in (2, 4)][:25], "first in, first out, but for what was used"
+    assert gone == [n for n in range(30) if n not in (2, 4)][:25], (
+        "first in, first out, but for what was used"
+    )
 
 
 def test_s3fifo_what_comes_back_soon_enters_main() -> None:
@@ -173,6 +175,11 @@ def test_worth_a_use_is_one_more_lifetime() -> None:
 
 def test_worth_deep_blocks_and_often_used_ones_stay_longer_in_this_order() -> None:
     told = Told(WorthPolicy())
+    for number in range(100, 120):
+        told.store(number)
+    assert [told.evict() for _ in range(20)] == list(range(100, 120)), "the length of a life is known now"
+    for number in range(200, 210):
+        told.store(number)
     told.store(1, depth=DEPTH_OF_DOUBLE)
     told.store(2, uses=3)
     told.store(3)
@@ -435,7 +442,7 @@ def test_above_the_watermark_what_goes_next_is_below(policy: str) -> None:
 
 @each
 def test_a_full_tier_below_takes_what_is_worth_more_alone(policy: str) -> None:
-    """`admit_by_worth`: a scan is written down under LRU, where the latest is worth most, and nowhere else."""
+    """`admit_by_worth`: a scan is written down under LRU alone, where the latest is worth most."""
     w = World(
         slots=16,
         nvme=16,

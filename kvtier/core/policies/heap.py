@@ -13,8 +13,8 @@ _SLACK: Final = 64
 class LazyHeap:
     """A heap of (key, block).
 
-    Entries of blocks that were taken out stay as garbage until they surface or are half of the heap, whichever
-    comes first: O(log n) amortised, memory O(blocks).
+    Entries of blocks that were taken out stay as garbage until they surface or are half of the heap,
+    whichever comes first: O(log n) amortised, memory O(blocks).
     """
 
     __slots__ = ("_heap", "keys")

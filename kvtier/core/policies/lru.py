@@ -17,9 +17,7 @@ class LruPolicy:
     def came(self, block: BlockId) -> None:
         """Nothing: only candidates count."""
 
-    def add(
-        self, block: BlockId, accessed: int, uses: int, depth: int, after: BlockId | None = None
-    ) -> None:
+    def add(self, block: BlockId, accessed: int, uses: int, depth: int, after: BlockId | None = None) -> None:
         """Enter a candidate."""
         self._heap.put(block, accessed)
 

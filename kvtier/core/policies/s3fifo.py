@@ -2,14 +2,14 @@
 
 Three queues. What comes enters the *small* one; if it was used by the time it is the oldest there, it moves to
 *main*, else it goes and leaves its name in the *ghost* queue; what comes back while its name is there enters
-main at once. From main the oldest goes, unless it was used since it was last there: then it begins anew, at most
-`MAX_CREDIT` times for so many uses.
+main at once. From main the oldest goes, unless it was used since it was last there: then it begins anew, at
+most `MAX_CREDIT` times for so many uses.
 
 Adapted to prompts, where only leaves may go, and each leaf uncovers the block before it:
 
 - The queues hold candidates, that is the ends of prompts, and the share of small is counted in them.
-- A block that is uncovered in main takes the place of the one that continued it, with the uses that were spent
-  there. So a prompt goes in one piece, up to where other prompts have used it, and not one block a round.
+- A block that is uncovered in main takes the place of the one that continued it, with the uses that were
+  spent there. So a prompt goes in one piece, up to where other prompts have used it, and not one block a round.
 - In small a block's place is that of its latest access: one number for a whole prompt.
 - One use is enough to move to main: prompts come back far more rarely than pages of the web.
 """
@@ -56,10 +56,8 @@ class S3FifoPolicy:
             del self._ghosts[block]
             self._promote(block, 0)
 
-    def add(
-        self, block: BlockId, accessed: int, uses: int, depth: int, after: BlockId | None = None
-    ) -> None:
-        """Enter a candidate into its queue; a new one that is uncovered takes the place of `after` in main."""
+    def add(self, block: BlockId, accessed: int, uses: int, depth: int, after: BlockId | None = None) -> None:
+        """Enter a candidate into its queue; one that is uncovered takes the place of `after` in main."""
         self._uses[block] = uses
         state = self._promoted.get(block)
         if state is None and after is not None and (state := self._promoted.get(after)) is not None:
