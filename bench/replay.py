@@ -65,7 +65,7 @@ def working_set(requests: Sequence[Request]) -> int:
 
 
 def replay(
-    requests: Sequence[Request], policy: str, dram: int, nvme: int = 0, **options: float
+    requests: Sequence[Request], policy: str, dram: int, nvme: int = 0, **options: Any
 ) -> dict[str, Any]:
     """The figures of one arm."""
     gc.collect()
@@ -97,7 +97,7 @@ def arms_of(name: str, requests: Sequence[Request]) -> list[dict[str, Any]]:
                 arms.append({"share": share, **replay(requests, policy, dram, nvme)})
                 print(f"{name} {share:.0%} {policy} nvme={nvme}: {arms[-1]['hit_rate']:.4f}", file=sys.stderr)
     dram = int(ADMISSION_SHARE * total)
-    admissions: tuple[dict[str, float], ...] = ({"admit_after_uses": 2}, {"admit_by_worth": True})
+    admissions: tuple[dict[str, Any], ...] = ({"admit_after_uses": 2}, {"admit_by_worth": True})
     for options in admissions:
         arms += [
             {"share": ADMISSION_SHARE, **replay(requests, policy, dram, NVME_TIMES * dram, **options)}

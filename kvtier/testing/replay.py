@@ -11,7 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvtier.core import messages as m
 from kvtier.core.cache import CacheCore
@@ -67,11 +67,11 @@ class ReplayedNode:
         *,
         block_tokens: int = 512,
         on_event: Callable[[CacheCore], None] | None = None,
-        **options: float,
+        **options: Any,
     ) -> None:
         top = _tier(TierKind.DRAM, dram_blocks, 0)
         tiers = [top, _tier(TierKind.NVME, nvme_blocks, PAGE_SIZE_BYTES)] if nvme_blocks else [top]
-        self.core = CacheCore(CoreConfig(**options), tiers, POLICIES[policy])  # type: ignore[arg-type]
+        self.core = CacheCore(CoreConfig(**options), tiers, POLICIES[policy])
         self.tally = Tally()
         self._block_tokens = block_tokens
         self._on_event = on_event

@@ -1,7 +1,7 @@
 """S3-FIFO (Yang et al., SOSP 2023): what is not used soon goes soon, so that a scan flushes nothing.
 
-Three queues. What comes enters the *small* one; if it was used by the time it is the oldest there, it moves to
-*main*, else it goes and leaves its name in the *ghost* queue; what comes back while its name is there enters
+Three queues. What comes enters the *small* one; if it was used by the time it is the oldest there, it moves
+to *main*, else it goes and leaves its name in the *ghost* queue; what comes back while its name is there enters
 main at once. From main the oldest goes, unless it was used since it was last there: then it begins anew, at
 most `MAX_CREDIT` times for so many uses.
 
@@ -9,7 +9,7 @@ Adapted to prompts, where only leaves may go, and each leaf uncovers the block b
 
 - The queues hold candidates, that is the ends of prompts, and the share of small is counted in them.
 - A block that is uncovered in main takes the place of the one that continued it, with the uses that were
-  spent there. So a prompt goes in one piece, up to where other prompts have used it, and not one block a round.
+  spent there. So a prompt goes in one piece, up to where others have used it, and not one block a round.
 - In small a block's place is that of its latest access: one number for a whole prompt.
 - One use is enough to move to main: prompts come back far more rarely than pages of the web.
 """

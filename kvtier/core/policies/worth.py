@@ -4,8 +4,8 @@
 
 reuse
     How often a prompt has come by the block: it was read, stored again though it was here, or continued anew
-    (a block with many descendants, past ones included); also in an earlier life here, of which a bounded number
-    is remembered. What came back once is far more likely to come back than what never did.
+    (a block with many descendants, past ones included). Each earlier life here counts as one, of as many
+    blocks as are resident. What came back once is far more likely to come back than what never did.
 depth
     Computing a block takes its share of the model's weights, and attention to all that is before it, which
     grows with the depth: the deeper, the more prefill time is saved.
@@ -15,9 +15,9 @@ there is one for each tier and slot size: worth by byte and worth are the same o
 all is weighed for each lookup, against the time that its engine takes to compute.
 
 **Aging.** Worth halves with each *lifetime* that a block is not accessed, and what is worth least goes first.
-Since all halve alike, the order of two blocks does not change while time passes: it is that of ``accessed +
-lifetime * log2(worth)``. So a heap will do, and each doubling of its worth gives a block one more lifetime. The
-unit is what is measured: how long blocks of worth 1 stay, in accesses, smoothed over what has gone.
+Since all halve alike, the order of two blocks does not change while time passes: it is that of
+``accessed + lifetime * log2(worth)``. So a heap will do, and each doubling of its worth gives a block one more
+lifetime. Its length is measured: how long blocks of worth 1 stay, in accesses, smoothed over what has gone.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _WEIGHT: Final = 1 / 64
 class WorthPolicy:
     """The candidate of least worth goes first.
 
-    O(log n) amortised a call. Memory is O(resident blocks): of what is gone, the reuse of at most as many
-    blocks is remembered as are resident.
+    O(log n) amortised a call. Memory is O(resident blocks): of what is gone, at most as many blocks are
+    remembered as are resident.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class WorthPolicy:
         self._known: dict[BlockId, tuple[int, float]] = {}
         """Of candidates: the latest access, and the binary logarithm of their worth."""
         self._earlier: dict[BlockId, int] = {}
-        """Reuse of resident blocks in earlier lives."""
+        """How many earlier lives resident blocks had."""
         self._gone: OrderedDict[BlockId, int] = OrderedDict()
         self._resident = 0
         self._now = 0
@@ -80,7 +80,7 @@ class WorthPolicy:
         self._due.discard(block)
 
     def forget(self, block: BlockId) -> None:
-        """Remember how often prompts came by it, its coming included."""
+        """Remember that it was here."""
         self._due.discard(block)
         self._resident -= 1
         earlier = self._earlier.pop(block, 0)
@@ -98,7 +98,7 @@ class WorthPolicy:
         return log2((1 + reuse) * (1 + depth / DEPTH_OF_DOUBLE))
 
     def _lifetimes(self, worth: float) -> float:
-        """So much later is it due, in accesses. As long as nothing has gone, a lifetime is all time so far."""
+        """So much later is it due, in accesses. Before anything has gone, a lifetime is all time so far."""
         return worth * (self._now if self._lifetime is None else self._lifetime)
 
     def _measure(self, accessed: int, worth: float) -> None:
