@@ -56,16 +56,12 @@ def s3fifo_ghosts_are_never_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(S3FifoPolicy, "forget", wrong)
 
 
-def s3fifo_promotes_without_leaving_small(patch: pytest.MonkeyPatch) -> None:
-    promote = S3FifoPolicy._promote
+def s3fifo_protected_ends_stay_in_small(patch: pytest.MonkeyPatch) -> None:
+    def wrong(self: S3FifoPolicy, block: BlockId) -> None:
+        del self._uses[block]
+        self._main.discard(block)
 
-    def wrong(self: S3FifoPolicy, block: BlockId, spent: int) -> None:
-        was_small = block in self._small.keys or block not in self._promoted
-        promote(self, block, spent)
-        if was_small and block in self._uses:
-            self._small.put(block, 0)
-
-    patch.setattr(S3FifoPolicy, "_promote", wrong)
+    patch.setattr(S3FifoPolicy, "withdraw", wrong)
 
 
 def worth_remembers_all_that_ever_went(patch: pytest.MonkeyPatch) -> None:
@@ -100,7 +96,7 @@ PLANTS: dict[str, list[Plant]] = {
     "s3fifo": [
         s3fifo_places_in_main_outlive_their_blocks,
         s3fifo_ghosts_are_never_forgotten,
-        s3fifo_promotes_without_leaving_small,
+        s3fifo_protected_ends_stay_in_small,
     ],
     "worth": [
         worth_remembers_all_that_ever_went,

@@ -1,8 +1,8 @@
 """S3-FIFO (Yang et al., SOSP 2023): what is not used soon goes soon, so that a scan flushes nothing.
 
 Three queues. What comes enters the *small* one; if it was used by the time it is the oldest there, it moves
-to *main*, else it goes and leaves its name in the *ghost* queue; what comes back while its name is there enters
-main at once. From main the oldest goes, unless it was used since it was last there: then it begins anew, at
+to *main*, else it goes and leaves its name in the *ghost* queue; what comes back while its name is there
+enters main at once. From main the oldest goes, unless it was used since it was last there: then it begins anew, at
 most `MAX_CREDIT` times for so many uses.
 
 Adapted to prompts, where only leaves may go, and each leaf uncovers the block before it:
