@@ -2,8 +2,8 @@
 
 Three queues. What comes enters the *small* one; if it was used by the time it is the oldest there, it moves
 to *main*, else it goes and leaves its name in the *ghost* queue; what comes back while its name is there
-enters main at once. From main the oldest goes, unless it was used since it was last there: then it begins anew, at
-most `MAX_CREDIT` times for so many uses.
+enters main at once. From main the oldest goes, unless it was used since it was last there: then it begins
+anew, at most `MAX_CREDIT` times for so many uses.
 
 Adapted to prompts, where only leaves may go, and each leaf uncovers the block before it:
 

@@ -17,7 +17,8 @@ all is weighed for each lookup, against the time that its engine takes to comput
 **Aging.** Worth halves with each *lifetime* that a block is not accessed, and what is worth least goes first.
 Since all halve alike, the order of two blocks does not change while time passes: it is that of
 ``accessed + lifetime * log2(worth)``. So a heap will do, and each doubling of its worth gives a block one
-more lifetime. Its length is measured: how long blocks of worth 1 stay, in accesses, smoothed over what has gone.
+more lifetime. Its length is measured: how long blocks of worth 1 stay, in accesses, smoothed over what has
+gone.
 """
 
 from __future__ import annotations
