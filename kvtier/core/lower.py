@@ -127,7 +127,11 @@ class LowerTier(Residency):
     def left_above(self, twin: Block) -> None:
         """What is here of a block that leaves the tier above, or was used there, is as young and used."""
         block = self.get(twin.id.key, twin.id.shard)
-        if block is None or block.state != RESIDENT or twin.last <= block.last:
+        if block is None or block.state != RESIDENT:
+            if self.leaving is not None:
+                self.leaving(twin)
+            return
+        if twin.last <= block.last:
             return
         was_candidate = block.candidate
         if was_candidate:
