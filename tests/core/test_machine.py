@@ -821,7 +821,7 @@ class CoreMachine(RuleBasedStateMachine):
         count, whole = len(reply.slots), len(reply.slots) + reply.coming
         assert count == self.run(shard, keys) if reply.coming else count <= self.run(shard, keys)
         assert reply.checksums == [key[:16] for key in keys[:count]]
-        had = self.visible.keys() | self.pulling() | self.below.keys()
+        had = self.visible.keys() | self.pulling() | self.names_below()
         assert all((shard, key) in had for key in keys[:whole]), "what nobody has is coming"
         if reply.lease:
             promised = len(self.core.leases.leases[reply.lease].blocks)
