@@ -1,4 +1,4 @@
-"""Device memory of CUDA: allocated by the driver, copied by torch, exported by CUDA IPC.
+"""Device memory of CUDA: allocated by CUDA's runtime, copied by torch, exported by CUDA IPC.
 
 Imported only where a ``cuda`` device is asked for. The slab is not torch's own memory: its caching allocator
 cuts pieces out of larger ones, and an IPC handle would name the whole. Torch sees it through
@@ -42,7 +42,7 @@ def why_not(index: int) -> str:
     if index >= torch.cuda.device_count():
         return f"there is no cuda:{index}, only {torch.cuda.device_count()} devices"
     try:
-        importlib.import_module("cuda.bindings.driver")
+        importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:
         return f"cuda.bindings cannot be imported ({error}): {_INSTALL}"
     return ""
@@ -69,13 +69,13 @@ class CudaSlab(Slab):
     @classmethod
     def allocate(cls, index: int, size_bytes: int) -> CudaSlab:
         """See `kvtier.tiers.device.allocate`."""
-        driver = _usable(index)
-        address = int(_checked(driver, driver.cuMemAlloc(size_bytes), f"{size_bytes} bytes of cuda:{index}"))
+        runtime = _usable(index)
+        address = int(_checked(runtime.cudaMalloc(size_bytes), f"{size_bytes} bytes of cuda:{index}"))
         try:
-            slab = cls(index, address, size_bytes, lambda driver, at: driver.cuMemFree(at))
+            slab = cls(index, address, size_bytes, lambda runtime, at: runtime.cudaFree(at))
             slab.zero([(0, size_bytes)])
         except BaseException:
-            driver.cuMemFree(address)
+            runtime.cudaFree(address)
             raise
         return slab
 
@@ -92,12 +92,12 @@ class CudaSlab(Slab):
         index = next((i for i in every if str(torch.cuda.get_device_properties(i).uuid) == uuid), None)
         if index is None:
             raise Unavailable(f"this process does not see the device {uuid} that the slab lies on")
-        driver = _usable(index)
-        handle = driver.CUipcMemHandle()
+        runtime = _usable(index)
+        handle = runtime.cudaIpcMemHandle_t()
         handle.reserved = ipc
-        opened = driver.cuIpcOpenMemHandle(handle, _LAZY_PEER_ACCESS)
-        address = int(_checked(driver, opened, "mapping the node's slab"))
-        return cls(index, address, size_bytes, lambda driver, at: driver.cuIpcCloseMemHandle(at))
+        opened = runtime.cudaIpcOpenMemHandle(handle, _LAZY_PEER_ACCESS)
+        address = int(_checked(opened, "mapping the node's slab"))
+        return cls(index, address, size_bytes, lambda runtime, at: runtime.cudaIpcCloseMemHandle(at))
 
     def copy_in(self, copies: Sequence[Copy]) -> None:
         """See `Slab`: all on one stream, one wait at the end."""
@@ -139,8 +139,7 @@ class CudaSlab(Slab):
         """See `Slab`."""
         import torch
 
-        driver = _usable(self._index)
-        ipc = _checked(driver, driver.cuIpcGetMemHandle(self.address), "exporting the slab")
+        ipc = _checked(_usable(self._index).cudaIpcGetMemHandle(self.address), "exporting the slab")
         uuid = str(torch.cuda.get_device_properties(self._index).uuid)
         fields = {"kind": self.kind, "uuid": uuid, "ipc": bytes(ipc.reserved).hex()}
         return json.dumps({**fields, "size_bytes": self.size_bytes}).encode()
@@ -209,22 +208,16 @@ def _host(memory: memoryview) -> Any:
 
 
 def _usable(index: int) -> Any:
-    """The driver's binding, with the device's primary context, which is torch's, current in this thread."""
+    """The runtime's binding, with this device the thread's own; its primary context is torch's, too."""
     if why := why_not(index):
         raise Unavailable(why)
-    import torch
-
-    torch.zeros(1, device=f"cuda:{index}")  # makes the primary context, if nobody has yet
-    driver = importlib.import_module("cuda.bindings.driver")
-    device = _checked(driver, driver.cuDeviceGet(index), f"cuda:{index}")
-    context = _checked(driver, driver.cuDevicePrimaryCtxRetain(device), f"the context of cuda:{index}")
-    _checked(driver, driver.cuCtxSetCurrent(context), f"the context of cuda:{index}")
-    driver.cuDevicePrimaryCtxRelease(device)  # torch has its own hold on it
-    return driver
+    runtime = importlib.import_module("cuda.bindings.runtime")
+    _checked(runtime.cudaSetDevice(index), f"cuda:{index}")
+    return runtime
 
 
-def _checked(driver: Any, result: tuple[Any, ...], what: str) -> Any:
+def _checked(result: tuple[Any, ...], what: str) -> Any:
     status, *values = result
-    if status != driver.CUresult.CUDA_SUCCESS:
+    if int(status):
         raise Unavailable(f"{what}: CUDA says {status.name}")
     return values[0] if values else None

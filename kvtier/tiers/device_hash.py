@@ -2,8 +2,8 @@
 
 The algorithm's long form (more than 240 bytes) is eight 64-bit lanes that take in 64 bytes at a time, and are
 scrambled after each 1024. Within 1024 bytes the order does not matter, so all sums of all blocks are computed
-at once; only the scrambling goes step by step, for all blocks together. The last folding, of 64 bytes a block,
-is done on the host. The same checksum as everywhere else: nothing is stored beside the blocks for this.
+at once; only the scrambling goes step by step, for all blocks together. The last 64 bytes a block are folded
+on the host. The same checksum as everywhere else: nothing is stored beside the blocks for this.
 
 Torch has no unsigned 64-bit arithmetic, but its signed one wraps around, on every device.
 """

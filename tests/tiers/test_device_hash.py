@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvtier.tiers.device_hash import LONG_FROM_BYTES, _SECRET, digests
+from kvtier.tiers.device_hash import _SECRET, LONG_FROM_BYTES, digests
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 SIZES = [
