@@ -9,8 +9,9 @@ moves bytes between nodes, an `Index` says which nodes may have what. A new medi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
 from kvtier.types import BlockId, BlockRecord, Location, NodeRecord, Slot, TierKind
@@ -169,6 +170,50 @@ class Metered(Protocol):
     @property
     def written_today_bytes(self) -> int:
         """Since midnight UTC, by earlier daemons too: what endurance is given in."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Where a block's own bytes lie on a medium, for whoever moves them past this process's memory.
+
+    Attributes
+    ----------
+    path
+        A file or block device, to be opened by name.
+    identity
+        Device and inode of what the tier itself has open there: another one is not to be touched.
+    offset_bytes, size_bytes
+        Whole pages, behind the slot's header of `header_bytes`, which stays the tier's affair.
+    """
+
+    path: Path
+    identity: tuple[int, int]
+    offset_bytes: int
+    size_bytes: int
+    header_bytes: int
+
+
+Put = Callable[[Sequence[FileRange]], Awaitable[Sequence[int]]]
+"""Moves the bytes of blocks into these ranges; returns the positions that were moved whole."""
+
+
+@runtime_checkable
+class OnFiles(Protocol):
+    """A tier whose slots are ranges of files, which others may move bytes to and from."""
+
+    def ranges(self, slots: Sequence[Slot], records: Sequence[BlockRecord]) -> list[FileRange | None]:
+        """Where to read each block; None where its bytes do not lie there as they are, or nothing does.
+
+        Nothing of the header is compared: whoever reads compares the checksum. Raises `TierFault`.
+        """
+        ...
+
+    async def write_by(self, slots: Sequence[Slot], records: Sequence[BlockRecord], put: Put) -> list[int]:
+        """As `Tier.write`, but `put` moves the blocks; returns the positions that are there now.
+
+        The other slots hold nothing. When this ends `put` has ended.
+        """
         ...
 
 

@@ -18,6 +18,7 @@ from typing import Final
 
 from kvtier.cli.findings import MISSING, OK, Finding, finding, one_line
 from kvtier.cli.gds import gds_findings
+from kvtier.cli.hbm import gds_mode_finding, hbm_finding
 
 _NIXL_BACKENDS: Final = {
     "UCX": "blocks cannot be moved between nodes with RDMA or shared memory; gRPC streams remain",
@@ -60,9 +61,11 @@ def nixl() -> list[Finding]:
 
 
 def gpu() -> list[Finding]:
-    """CUDA's driver, and what GPUDirect Storage is made of."""
+    """CUDA's driver, what GPUDirect Storage is made of, and device memory for the HBM tier."""
     cuda = _cuda()
-    return [cuda, *gds_findings(cuda["state"] == OK)]
+    has_cuda = cuda["state"] == OK
+    found = [cuda, *gds_findings(has_cuda)]
+    return [*found, *([gds_mode_finding()] if has_cuda else []), hbm_finding()]
 
 
 def _cuda() -> Finding:

@@ -24,8 +24,9 @@ from kvtier import logs
 from kvtier.errors import ConfigError, ResourceShortage, TierFault
 from kvtier.interfaces import Tier, TierTraits
 from kvtier.tiers import binding, leftovers, numa, shm, shortage
+from kvtier.tiers import slots as slot_rules
 from kvtier.tiers.leftovers import OldArena
-from kvtier.types import PAGE_SIZE_BYTES, BlockRecord, Slot, TierKind
+from kvtier.types import BlockRecord, Slot, TierKind
 
 Progress = Callable[[int, int], object]
 """Called with (bytes ready, bytes wanted), on the event loop that opened the arena."""
@@ -259,37 +260,24 @@ class Arena(Tier):
         self, slots: Sequence[Slot], records: Sequence[BlockRecord], buffers: Sequence[memoryview]
     ) -> list[tuple[memoryview, memoryview]]:
         """Each block's bytes in its slot, and in its buffer."""
-        if not len(slots) == len(records) == len(buffers):
-            raise TierFault(
-                f"{len(slots)} slots, {len(records)} records and {len(buffers)} buffers were given"
-            )
+        slot_rules.check_counts(slots, records, buffers)
         pairs = []
         for slot, record, buffer in zip(slots, records, buffers, strict=True):
-            size_bytes, view = record.block_bytes, self.view(slot)
-            if size_bytes > slot.size_bytes or size_bytes > buffer.nbytes:
-                raise TierFault(f"{size_bytes} bytes do not fit {slot} and a buffer of {buffer.nbytes} bytes")
-            pairs.append((view[:size_bytes], buffer.cast("B")[:size_bytes]))
+            view = self.view(slot)
+            memory = slot_rules.bytes_of(slot, record, buffer)
+            pairs.append((view[: record.block_bytes], memory))
         return pairs
 
     def _checked(self, slot: Slot) -> int:
         """Offset of a slot that lies inside one allocated extent of this arena."""
         if self._bytes is None:
             raise TierFault(f"the arena {self.path.name} is not open")
-        begin, size = slot.offset_bytes, slot.size_bytes
-        if (
-            slot.arena != self.arena_id
-            or size <= 0
-            or begin < 0
-            or begin % PAGE_SIZE_BYTES
-            or begin + size > self._allocated_bytes
-            or begin // self._extent_bytes != slot.extent
-            or (begin + size - 1) // self._extent_bytes != slot.extent
-        ):
-            raise TierFault(
-                f"{slot} is no slot of arena {self.arena_id}, which has {self._allocated_bytes} bytes "
-                f"in extents of {self._extent_bytes}"
-            )
-        return begin
+        return slot_rules.offset_of(
+            slot,
+            arena=self.arena_id,
+            allocated_bytes=self._allocated_bytes,
+            extent_bytes=self._extent_bytes,
+        )
 
     async def _copy(self, pairs: list[tuple[memoryview, memoryview]]) -> None:
         if sum(target.nbytes for target, _ in pairs) <= _INLINE_COPY_BYTES:

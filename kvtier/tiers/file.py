@@ -24,7 +24,7 @@ from typing import ClassVar, Final
 
 from kvtier import logs
 from kvtier.errors import ConfigError, KvtierError, ResourceShortage, TierFault
-from kvtier.interfaces import Tier, TierTraits
+from kvtier.interfaces import FileRange, Put, Tier, TierTraits
 from kvtier.tiers import file_format, file_packing, file_recovery, file_runs
 from kvtier.tiers.file_checkpoints import Checkpoints, Wear
 from kvtier.tiers.file_crew import Crew
@@ -34,7 +34,7 @@ from kvtier.tiers.file_io import Calls
 from kvtier.tiers.file_medium import Medium, Plan
 from kvtier.tiers.file_runs import Move
 from kvtier.tiers.file_threads import Health, Job, Positions, Scratch
-from kvtier.types import PAGE_SIZE_BYTES, BlockRecord, Slot, TierKind
+from kvtier.types import PAGE_SIZE_BYTES, BlockRecord, Slot, TierKind, whole_pages
 
 DEFAULT_THREADS: Final = 8
 DEFAULT_KEEP_FREE_BYTES: Final = 256 << 20
@@ -318,20 +318,79 @@ class FileTier(Tier):
         """See `Tier.write`: each block goes out with its header, neighbours in one call."""
         self._check_all(slots, records, payloads)
         with self._call(slot.extent for slot in slots):
-            for slot in slots:
-                extent = self._extents[slot.extent]
-                if extent.slot_bytes != slot.size_bytes:
-                    extent.serve(slot.size_bytes)
-                    self._owed_drops = {place for place in self._owed_drops if place[0] != slot.extent}
-                extent.set_row(self._index(slot), None)
-            await self._checkpoints.mark(slot.extent for slot in slots)
+            await self._begin_writing(slots)
             moves = self._moves(slots, records, payloads)
             await self._crew.settled([self._writing(run) for run in file_runs.runs(moves)])
-            for slot, move in zip(slots, moves, strict=True):
-                extent = self._extents[slot.extent]
-                if extent.generation == move.place.generation:
-                    extent.set_row(self._index(slot), move.header)
-                self._owed_drops.discard((slot.extent, self._index(slot)))
+            self._note_written(slots, moves)
+
+    async def _begin_writing(self, slots: Sequence[Slot]) -> None:
+        """From here on the slots hold nothing that anybody believes."""
+        for slot in slots:
+            extent = self._extents[slot.extent]
+            if extent.slot_bytes != slot.size_bytes:
+                extent.serve(slot.size_bytes)
+                self._owed_drops = {place for place in self._owed_drops if place[0] != slot.extent}
+            extent.set_row(self._index(slot), None)
+        await self._checkpoints.mark(slot.extent for slot in slots)
+
+    def _note_written(self, slots: Sequence[Slot], moves: Sequence[Move]) -> None:
+        for slot, move in zip(slots, moves, strict=True):
+            extent = self._extents[slot.extent]
+            if extent.generation == move.place.generation:
+                extent.set_row(self._index(slot), move.header)
+            self._owed_drops.discard((slot.extent, self._index(slot)))
+
+    # ---- bytes that others move
+
+    def ranges(self, slots: Sequence[Slot], records: Sequence[BlockRecord]) -> list[FileRange | None]:
+        """See `kvtier.interfaces.OnFiles`: blocks that lie here as they are."""
+        self._check_all(slots, records)
+        if fault := self._health.fault:
+            raise TierFault(fault)
+        found: list[FileRange | None] = []
+        for slot, record in zip(slots, records, strict=True):
+            row = self._extents[slot.extent].row(self._index(slot)) if self._is_slot(slot) else b""
+            form = file_format.form_of(row, record.block_bytes)
+            is_here = any(row) and form == file_format.raw_form(record.block_bytes)
+            found.append(self._range(slot, record) if is_here else None)
+        return found
+
+    def _range(self, slot: Slot, record: BlockRecord) -> FileRange:
+        stripe, begin = self._medium.place(slot.extent)
+        offset_bytes = begin + slot.offset_bytes - slot.extent * self.extent_bytes + PAGE_SIZE_BYTES
+        size_bytes = whole_pages(record.block_bytes)
+        return FileRange(stripe.file, stripe.identity(), offset_bytes, size_bytes, PAGE_SIZE_BYTES)
+
+    async def write_by(self, slots: Sequence[Slot], records: Sequence[BlockRecord], put: Put) -> list[int]:
+        """See `kvtier.interfaces.OnFiles`: the headers are written behind the blocks, by the tier itself.
+
+        What is killed in between leaves slots whose headers are old, and whose bytes do not match them.
+        """
+        self._check_all(slots, records)
+        with self._call(slot.extent for slot in slots):
+            await self._begin_writing(slots)
+            pairs = zip(slots, records, strict=True)
+            moved = sorted(set(await put([self._range(slot, record) for slot, record in pairs])))
+            whole = [slots[i] for i in moved]
+            moves = self._moves(whole, [records[i] for i in moved], [memoryview(b"")] * len(moved))
+            await self._crew.settled([self._heading(move) for move in moves])
+            self._note_written(whole, moves)
+            return moved
+
+    def _heading(self, move: Move) -> Job:
+        def job(scratch: Scratch) -> None:
+            move.stripe.check_path()
+            position = self._positions.begin(move.place.slot_bytes, self._health.refusal)
+            try:
+                move.header[:] = file_format.pack_header(
+                    self._medium.number, move.record, move.place, move.form, position
+                )
+                move.stripe.note_written(whole_pages(move.record.block_bytes))
+                move.stripe.store(move.offset_bytes, bytes(move.header).ljust(PAGE_SIZE_BYTES, b"\0"))
+            finally:
+                self._positions.end(position)
+
+        return job
 
     def _writing(self, run: list[Move]) -> Job:
         def job(scratch: Scratch) -> None:
@@ -394,19 +453,20 @@ class FileTier(Tier):
             raise TierFault("the file tier is not open")
 
     def _check_all(
-        self, slots: Sequence[Slot], records: Sequence[BlockRecord], buffers: Sequence[memoryview]
+        self,
+        slots: Sequence[Slot],
+        records: Sequence[BlockRecord],
+        buffers: Sequence[memoryview] | None = None,
     ) -> None:
         self._check_open()
-        if not len(slots) == len(records) == len(buffers):
-            raise TierFault(
-                f"{len(slots)} slots, {len(records)} records and {len(buffers)} buffers were given"
-            )
-        for slot, record, buffer in zip(slots, records, buffers, strict=True):
+        rooms = [slot.size_bytes for slot in slots] if buffers is None else [its.nbytes for its in buffers]
+        if not len(slots) == len(records) == len(rooms):
+            raise TierFault(f"{len(slots)} slots, {len(records)} records and {len(rooms)} buffers were given")
+        for slot, record, room_bytes in zip(slots, records, rooms, strict=True):
             self._check(slot)
-            room_bytes = min(slot.size_bytes - PAGE_SIZE_BYTES, buffer.nbytes)
-            if not 0 < record.block_bytes <= room_bytes:
+            if not 0 < record.block_bytes <= min(slot.size_bytes - PAGE_SIZE_BYTES, room_bytes):
                 raise TierFault(
-                    f"{record.block_bytes} bytes do not fit {slot} and a buffer of {buffer.nbytes} bytes"
+                    f"{record.block_bytes} bytes do not fit {slot} and a buffer of {room_bytes} bytes"
                 )
 
     def _check(self, slot: Slot) -> None:
@@ -439,7 +499,7 @@ class FileTier(Tier):
             stripe, begin = self._medium.place(slot.extent)
             place = Place(slot.offset_bytes, slot.size_bytes, self._extents[slot.extent].generation)
             offset_bytes = begin + slot.offset_bytes - slot.extent * self.extent_bytes
-            memory = buffer.cast("B")[: record.block_bytes]
+            memory = buffer.cast("B")[: record.block_bytes]  # none, where others move the bytes
             form = file_format.raw_form(record.block_bytes)
             moves.append(Move(number, stripe, offset_bytes, place, record, memory, form))
         return moves

@@ -174,8 +174,7 @@ class Stripe:
             self._call("looking for it", self._check_path)
 
     def _check_path(self) -> None:
-        file = self.name if self.fixed_bytes is not None else self.name / SLAB_NAME
-        if not os.path.samestat(os.stat(file, follow_symlinks=False), os.fstat(self._fd)):
+        if not os.path.samestat(os.stat(self.file, follow_symlinks=False), os.fstat(self._fd)):
             raise OSError(errno.ESTALE, "it was replaced or unmounted")
         self._checked_s = time.monotonic()
 
@@ -198,6 +197,11 @@ class Stripe:
     def write(self, offset_bytes: int, buffers: Sequence[memoryview]) -> None:
         """Write all buffers; raises `TierFault`."""
         self._move(self._calls.pwritev, "writing", offset_bytes, buffers)
+
+    def note_written(self, size_bytes: int) -> None:
+        """Count what somebody else has written here: it wears the device as well."""
+        with self._lock:
+            self.written_bytes += size_bytes
 
     def load(self, offset_bytes: int, size_bytes: int) -> memoryview:
         """Whole pages in memory of their own."""
@@ -275,6 +279,16 @@ class Stripe:
         reason = f"{self.path}: {what} failed: {error.strerror or error}"
         self._health.quarantine(reason)
         raise TierFault(reason) from error
+
+    @property
+    def file(self) -> Path:
+        """The file or device itself, as others may open it."""
+        return self.name if self.fixed_bytes is not None else self.name / SLAB_NAME
+
+    def identity(self) -> tuple[int, int]:
+        """Device and inode of what is open here."""
+        status = os.fstat(self._fd)
+        return status.st_dev, status.st_ino
 
     # ---- space of a slab file
 

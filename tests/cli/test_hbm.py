@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+
+from kvtier.cli import check, hbm
+from kvtier.cli.findings import DEGRADED, MISSING, OK
+from kvtier.errors import Unavailable
+from kvtier.tiers import cufile, device
+
+
+def test_a_device_that_works_is_tried_to_the_end() -> None:
+    found = hbm.hbm_finding("cpu")  # the same steps: taken, written, read, exported, given back
+    assert (found["state"], found["todo"]) == (OK, "")
+    assert "exported" in found["why"]
+
+
+def test_without_a_gpu_the_reason_is_one_line_with_what_to_do() -> None:
+    why = device.why_not("cuda:0")
+    if not why:
+        pytest.skip("there is a usable cuda:0")
+    found = hbm.hbm_finding()
+    assert found["state"] == MISSING
+    assert why[:60] in found["why"]
+    assert "\n" not in found["why"]
+    assert "NVIDIA driver" in found["todo"]
+
+
+def test_memory_that_cannot_be_had_is_degraded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hbm, "PROBE_BYTES", 1 << 50)  # more than any machine has
+    found = hbm.hbm_finding("cpu")
+    assert found["state"] == DEGRADED
+    assert "memory" in found["why"]
+    assert found["todo"]
+    with pytest.raises(Unavailable):
+        device.allocate("cpu", 1 << 50)
+
+
+def test_cufile_that_does_not_open_is_missing() -> None:
+    if not cufile.why_not():
+        pytest.skip("cuFile opens here")
+    found = hbm.gds_mode_finding()
+    assert found["state"] == MISSING
+    assert "host memory" in found["why"]
+
+
+def test_the_probe_has_a_line_for_each() -> None:
+    names = [each["name"] for each in check._probe("gpu")]
+    assert names[0] == "cuda"
+    assert names[-1] == "hbm"
+    assert "gds" in names
