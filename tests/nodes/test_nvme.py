@@ -282,8 +282,14 @@ def test_what_is_damaged_at_a_peer_is_a_miss(
     a.daemon.start()
     until(lambda: [peer.incarnation for peer in b.peers()] == [a.status().incarnation], "b sees the new life")
     until(lambda: a.status().unpublished == 0 and a.status().index_reachable, "all is published")
-    for keys, wanted in prompts:
-        loaded, _ = b.fetch(keys, wanted)  # compares what comes
-        assert loaded < len(keys)
-    until(lambda: a.metric("kvtier_checksum_mismatches_total", where="fetch") > 0, "a has noticed")
+    every = [key for keys, _ in prompts for key in keys]
+    until(lambda: nvme_places(b, every) > 0, "b sees places below")
+
+    def has_noticed() -> bool:
+        for keys, wanted in prompts:
+            loaded, _ = b.fetch(keys, wanted)  # compares what comes
+            assert loaded < len(keys)
+        return a.metric("kvtier_checksum_mismatches_total", where="fetch") > 0
+
+    until(has_noticed, "a has noticed")
     assert b.metric("kvtier_checksum_mismatches_total") == 0, "not a wrong byte has left a"
