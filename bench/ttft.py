@@ -5,8 +5,12 @@ fresh prompt: `cold` and `hot` (the engine's own cache) on the plain engine; `mi
 cache was emptied, `hit` on the one with the connector. The second arm repeats cold and miss while four
 other requests decode on the same engine. The third arm has two nodes with an engine on each: `far` computes
 a fresh prompt, then the near engine, which has never seen it, answers (`remote`), and once more from its own
-cache (`hot`). Targets are medians of the rounds' own ratios, so that what slows the machine for a while slows
-both sides; all raw figures and the medians of each arm are in the JSON.
+cache (`hot`). The fourth has one node with NVMe: what was computed (`first`) and copied down is loaded after
+the node was killed and started again, with nothing in its memory (`nvme`), and then comes from the engine's
+own cache (`hot`).
+
+Targets are medians of the rounds' own ratios, so that what slows the machine for a while slows both sides;
+all raw figures and the medians of each arm are in the JSON.
 """
 
 from __future__ import annotations
@@ -22,8 +26,9 @@ from bench.common import MIN_ROUNDS, VOID_BELOW, at_least, at_most, median
 from kvtier.demo import prompts
 from kvtier.demo.engine import BLOCK_TOKENS, Answer, Engine
 from kvtier.demo.node import NodeProcess
-from kvtier.demo.pair import FarPair, Pair, far_pair, pair
+from kvtier.demo.pair import Below, FarPair, Pair, below, far_pair, pair
 from kvtier.demo.processes import DemoFailed
+from kvtier.v1 import admin_pb2 as pb
 
 PROMPT_TOKENS: Final = 4000
 ANSWER_TOKENS: Final = 4
@@ -35,7 +40,8 @@ REFERENCE_HOT_S: Final = 0.06
 """Of facts/vllm.md. A machine that takes more than twice as long is too busy for these figures."""
 HIT_TARGET: Final = 1.4
 REMOTE_TARGET: Final = 1.8
-HITS: Final = ("hit", "remote")
+NVME_TARGET: Final = 2.5
+HITS: Final = ("hit", "remote", "nvme")
 MISS_TARGET: Final = 0.03
 REQUIRED_SHARE: Final = 0.95
 
@@ -51,6 +57,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with far_pair(_say) as apart:
         remote = [_remote_round(apart, number) for number in range(rounds)]
         transfer = [node.transfer for node in apart.near_node.admin.list_nodes().nodes if not node.is_self]
+    with below(_say) as low:
+        nvme = [_nvme_round(low, number) for number in range(rounds)]
     return {
         "rounds": rounds,
         "prompt_tokens": PROMPT_TOKENS,
@@ -60,6 +68,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "local hit / engine's own hot": at_most(_ratio(idle, "hit", "hot"), HIT_TARGET),
             "remote hits that loaded 95 % of the prompt": at_least(_loaded_share(remote, "remote"), 1.0),
             "remote hit / engine's own hot": at_most(_ratio(remote, "remote", "hot"), REMOTE_TARGET),
+            "nvme hits that loaded 95 % of the prompt": at_least(_loaded_share(nvme, "nvme"), 1.0),
+            "nvme hit / engine's own hot": at_most(_ratio(nvme, "nvme", "hot"), NVME_TARGET),
             "miss costs, idle engine": at_most(_ratio(idle, "miss", "cold") - 1, MISS_TARGET),
             "miss costs, four others decoding": at_most(_ratio(busy, "miss", "cold") - 1, MISS_TARGET),
         },
@@ -67,16 +77,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             **{f"idle {name}": _median(idle, name) for name in ("cold", "hot", "miss", "hit")},
             **{f"busy {name}": _median(busy, name) for name in ("cold", "miss")},
             **{f"two nodes {name}": _median(remote, name) for name in ("far", "remote", "hot")},
+            **{f"nvme {name}": _median(nvme, name) for name in ("first", "nvme", "hot")},
         },
         "ratios_of_medians": {
             "hit / hot": _median(idle, "hit") / _median(idle, "hot"),
             "remote / hot": _median(remote, "remote") / _median(remote, "hot"),
+            "nvme / hot": _median(nvme, "nvme") / _median(nvme, "hot"),
             "miss / cold": _median(idle, "miss") / _median(idle, "cold"),
             "busy miss / cold": _median(busy, "miss") / _median(busy, "cold"),
         },
         "idle": idle,
         "busy": busy,
         "remote": remote,
+        "nvme": nvme,
         "transfer": transfer,
         "void": _void(_median(idle, "cold"), _median(idle, "hot")),
     }
@@ -134,6 +147,30 @@ def _remote_round(both: FarPair, number: int) -> Round:
     result["hot"] = _ask(both.near_node, both.near, prompt)
     _judge(result, f"round {number + 1}, two nodes")
     return result
+
+
+def _nvme_round(low: Below, number: int) -> Round:
+    prompt = prompts.tokens(low.engine.tokenize, seed=4000 + number, count=PROMPT_TOKENS)
+    blocks = PROMPT_TOKENS // BLOCK_TOKENS
+    result: Round = {}
+    low.settle()
+    before = low.node.status()
+    result["first"] = _ask(low.node, low.engine, prompt)
+    low.node.wait_stored(before.counters.stored_blocks + blocks)
+    low.wait_demoted(_blocks_below(before) + blocks)
+    low.forget()
+    low.settle()
+    status = low.node.status()
+    if status.tiers[0].blocks > (1 - REQUIRED_SHARE) * blocks:
+        raise DemoFailed(f"round {number + 1}: memory has {status.tiers[0].blocks} blocks: no such arm")
+    result["nvme"] = _ask(low.node, low.engine, prompt)
+    result["hot"] = _ask(low.node, low.engine, prompt)
+    _judge(result, f"round {number + 1}, NVMe")
+    return result
+
+
+def _blocks_below(status: pb.GetStatusResponse) -> int:
+    return sum(tier.blocks for tier in status.tiers if tier.name == "nvme")
 
 
 def _ask(node: NodeProcess, engine: Engine, prompt: list[int]) -> dict[str, Any]:

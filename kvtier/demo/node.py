@@ -94,6 +94,14 @@ class NodeProcess:
             timeout_s,
         )
 
+    def wait_blocks(self, tier: str, blocks: int) -> None:
+        """Wait until the tier has `blocks` blocks or more; raises `DemoFailed`."""
+        self._wait(
+            lambda: any(its.name == tier and its.blocks >= blocks for its in self.status().tiers),
+            f"the tier {tier} did not get {blocks} blocks",
+            STORE_TIMEOUT_S,
+        )
+
     def wait_published(self) -> None:
         """Wait until the index knows all that is here; raises `DemoFailed`."""
 
