@@ -93,7 +93,7 @@ class CoreConfig:
     max_fetches: int = 32
     max_fetched_fraction: float = 0.5
     fetch_overhead_s: float = 0.001
-    fetch_bytes_per_s: float = 2e9
+    fetch_bytes_per_s: float = 1e9
     max_lends: int = 16
     max_lends_per_peer: int = 2
     max_lent_fraction: float = 0.125
