@@ -16,6 +16,7 @@ from kvtier.core.blocks import Block
 from kvtier.core.checks import check_core
 from kvtier.core.config import CALL_ID_BYTES, CoreConfig, TierSpec
 from kvtier.core.demotes import Demotes
+from kvtier.core.engine_blocks import EngineBlocks
 from kvtier.core.engines import Engine, Engines, is_peer
 from kvtier.core.leases import Leases
 from kvtier.core.lending import Lending
@@ -80,6 +81,7 @@ class CacheCore:
             self.demotes.append(Demotes(config, upper, tier))
             upper = tier
         self.engines = Engines(config, self.residency)
+        self.engine_blocks = EngineBlocks(config.max_engine_blocks, is_published=config.has_index)
         self.leases = Leases(config, self.residency, self.counters)
         self.reservations = Reservations(config, self.residency, self.counters)
         self.pins = Pins(config, self.residency)
@@ -96,6 +98,7 @@ class CacheCore:
             m.Reserve: self._reserve,
             m.Commit: self._commit,
             m.Abort: self._abort,
+            m.ReportResident: self._report_resident,
             m.Acquire: self._acquire,
             m.Located: self._located,
             m.Pin: self._pin,
@@ -166,7 +169,10 @@ class CacheCore:
         return [block.slot() for block in blocks]
 
     def places(self, keys: Sequence[Key]) -> list[BlockPlace]:
-        """Every place of every block that is named, whatever its shard; in the order of `keys`."""
+        """Every place of every block that is named, whatever its shard; in the order of `keys`.
+
+        Those in engines' own memory come from `engine_blocks.places`.
+        """
         return places_of(self, keys)
 
     def tier_of(self, block: BlockId) -> TierKind | None:
@@ -349,6 +355,13 @@ class CacheCore:
         self._check_keys(event.keys, empty=True)
         return self._all(now_s, m.Aborted(self.reservations.abort(event.reservation, engine, event.keys)))
 
+    def _report_resident(self, event: m.ReportResident, now_s: float) -> list[m.Action]:
+        engine = self.engines.get(event.engine)
+        self._check_keys(event.added, empty=True)
+        self._check_keys(event.removed, empty=True)
+        count = self.engine_blocks.report(engine.name, event.added, event.removed, clear=event.clear)
+        return [m.Noted(count), *self.engine_blocks.changes()]
+
     # ---- requests of operators
 
     def _pin(self, event: m.Pin, now_s: float) -> list[m.Action]:
@@ -380,9 +393,10 @@ class CacheCore:
         self.leases.engine_died(engine)
         self.reservations.engine_died(engine)
         self.engines.remove(engine)
+        self.engine_blocks.forget(engine.name)
         self.replies.forget(engine.name)
         self.counters.dead_engines += 1
-        return self._all(now_s)
+        return [*self._all(now_s), *self.engine_blocks.changes()]
 
     def _dropped(self, event: m.Dropped, now_s: float) -> list[m.Action]:
         self._tier(event.tier).dropped(event.tier, event.slots)

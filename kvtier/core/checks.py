@@ -37,6 +37,7 @@ def check_core(core: CacheCore) -> None:
     check_pulls(core, blocks)
     check_lower(core)
     check_publishing(core)
+    core.engine_blocks.check(core.engines.by_name)
     _check_waiting(core)
     _check_bounds(core)
 

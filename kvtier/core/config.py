@@ -58,6 +58,8 @@ class CoreConfig:
     max_lends, max_lends_per_peer, max_lent_fraction
         Fetches for peers at once, for all and for one of them, and the share of the top tier's bytes that
         they may be filling. They count among all fetches, whose rest is for this node's engines.
+    max_engine_blocks
+        Blocks of its own memory that one engine may have named; it forgets those named longest ago.
     """
 
     lease_ttl_s: float = 30.0
@@ -97,6 +99,7 @@ class CoreConfig:
     max_lends: int = 16
     max_lends_per_peer: int = 2
     max_lent_fraction: float = 0.125
+    max_engine_blocks: int = 131072
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

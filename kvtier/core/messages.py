@@ -104,6 +104,20 @@ class Abort:
     keys: Sequence[Key] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ReportResident:
+    """What the engine's own memory has gained and lost, as its KV events say; `clear`: first it lost all.
+
+    Answered by `Noted`. Such blocks are shown and published as HBM; nothing is ever offered because of them.
+    """
+
+    call_id: bytes
+    engine: str
+    added: Sequence[Key] = ()
+    removed: Sequence[Key] = ()
+    clear: bool = False
+
+
 # ---- events: requests of peers
 
 
@@ -310,6 +324,7 @@ Request = (
     | Reserve
     | Commit
     | Abort
+    | ReportResident
     | Acquire
     | Located
     | Pin
@@ -416,6 +431,13 @@ class Aborted:
 
 
 @dataclass(frozen=True, slots=True)
+class Noted:
+    """So many blocks of the engine's own memory are known now: all it named, up to a bound."""
+
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pinned:
     """`blocks` leading keys are protected under `pin` (0 where none is here)."""
 
@@ -439,7 +461,17 @@ class Evicted:
 
 
 Reply = (
-    Registered | Offered | Leased | Released | Reserved | Committed | Aborted | Pinned | Unpinned | Evicted
+    Registered
+    | Offered
+    | Leased
+    | Released
+    | Reserved
+    | Committed
+    | Aborted
+    | Noted
+    | Pinned
+    | Unpinned
+    | Evicted
 )
 
 
@@ -554,7 +586,8 @@ class Ready:
 class Publish:
     """For the index: blocks that became visible in `tier`, and blocks that are gone from it.
 
-    A block is published in the fastest tier that has it; where it moves, the removal is told first.
+    A block is published in the fastest tier that has it; where it moves, the removal is told first. HBM is
+    apart: what engines have in their own memory, beside the tier that the node itself has the block in.
     """
 
     tier: TierKind

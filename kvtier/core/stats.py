@@ -67,7 +67,10 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One registered engine; `registered_at_s` is on the clock that `handle` was given."""
+    """One registered engine; `registered_at_s` is on the clock that `handle` was given.
+
+    `resident_blocks` are those that its own memory has, as it says.
+    """
 
     engine: str
     description: str
@@ -78,6 +81,7 @@ class EngineStats:
     quarantined_bytes: int
     leases: int
     registered_at_s: float
+    resident_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class CoreStats:
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
     """Where one shard of ``keys[index]`` lies; `leases` that protect it directly, whether a pin does, and
-    whether it is a replica.
+    whether it is a replica. `holder`: the engine in whose own memory it lies, which alone knows its slot.
     """
 
     index: int
@@ -120,3 +124,4 @@ class BlockPlace:
     leases: int
     pinned: bool
     replica: bool = False
+    holder: str = ""

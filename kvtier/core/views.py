@@ -59,7 +59,10 @@ def stats_of(core: CacheCore) -> CoreStats:
     top = _tier_stats(next(iter(core.residency.tiers.values())), leased_bytes, pins.bytes)
     return CoreStats(
         tiers=[top, *(_lower_stats(core, tier) for tier in core.lower)],
-        engines=[engine.stats() for engine in core.engines.by_name.values()],
+        engines=[
+            replace(engine.stats(), resident_blocks=core.engine_blocks.count(engine.name))
+            for engine in core.engines.by_name.values()
+        ],
         counters=core.counters.copy(),
         holds=len(core.leases.holds),
         leases=len(core.leases.leases),

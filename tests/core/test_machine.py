@@ -108,6 +108,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.pulls: dict[int, Coming] = {}
         self.replicas: set[tuple[int, Key]] = set()
         self.published: dict[tuple[int, Key], TierKind] = {}
+        self.own: dict[str, list[Key]] = {}  # what engines said that they have, oldest first
+        self.in_hbm: set[Key] = set()
         self.below: dict[TierKind, dict[tuple[int, Key], Key | None]] = {}  # as `visible`
         self.demotes: dict[int, Going] = {}
         self.is_down = False
@@ -175,6 +177,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_fetched_fraction=pulled,
             max_lends=max(1, max_pulls // 2),
             max_lent_fraction=lent,
+            max_engine_blocks=4,
         )
         size = (min(extents, 3) if nvme or far else extents) * 4 * PAGE
         more = 0 if nvme or far else 8 * PAGE  # a small tier, so that more goes through the one below
@@ -350,6 +353,13 @@ class CoreMachine(RuleBasedStateMachine):
         assert ready.checksums == [key[:16] for key in told]
 
     def _publish(self, publish: m.Publish) -> None:
+        if publish.tier is TierKind.HBM:
+            assert {block.shard for block in (*publish.added, *publish.removed)} == {0}
+            assert {block.key for block in publish.removed} <= self.in_hbm
+            assert not {block.key for block in publish.added} & self.in_hbm
+            self.in_hbm -= {block.key for block in publish.removed}
+            self.in_hbm |= {block.key for block in publish.added}
+            return
         for block in publish.removed:
             assert self.published.pop((block.shard, block.key)) == publish.tier
         for block in publish.added:
@@ -371,10 +381,32 @@ class CoreMachine(RuleBasedStateMachine):
         self.engines.discard(engine)
         self.reservations = {i: r for i, r in self.reservations.items() if r[0] != engine}
         self.leases = {i: lease for i, lease in self.leases.items() if lease.party != engine}
+        self.own.pop(engine, None)
         if self.last is not None and getattr(self.last[0], "engine", None) == engine:
             self.last = None
         if back:
             self.register(engine)
+
+    @rule(
+        engine=st.sampled_from(sorted(ENGINES)),
+        path=PATHS,
+        gone=PATHS,
+        clear=st.sampled_from((False, False, True)),
+    )
+    def report_resident(self, engine: str, path: list[int], gone: list[int], clear: bool) -> None:
+        """What engines have in their own memory is known, published, and changes nothing else."""
+        added = _keys(ENGINES[engine], path)
+        removed = [key for key in _keys(ENGINES[engine], gone) if key not in added]
+        before = self.core.stats().tiers
+        try:
+            reply = self.do(m.ReportResident(self.call_id(), engine, added, removed, clear))
+        except UnknownId:
+            assert engine not in self.engines
+            return
+        had = [] if clear else self.own.get(engine, [])
+        self.own[engine] = ([key for key in had if key not in (*removed, *added)] + added)[-4:]
+        assert reply == m.Noted(len(self.own[engine]))
+        assert self.core.stats().tiers == before
 
     # ---- stores
 
@@ -1024,6 +1056,10 @@ class CoreMachine(RuleBasedStateMachine):
             published |= {name: tier for name in below if self._is_reachable_below(tier, *name)}
         published |= {name: TierKind.DRAM for name in self.visible if self._is_reachable(*name)}
         assert self.published == published
+        held = {key for keys in self.own.values() for key in keys}
+        assert self.in_hbm == held
+        holders = {(p.holder, p.block.key) for p in self.core.engine_blocks.places(list(PARENTS))}
+        assert holders == {(engine, key) for engine, keys in self.own.items() for key in keys}
         stats = self.core.stats().tiers
         assert [tier.blocks for tier in stats] == [len(self.visible), *map(len, self.below.values())]
         running = [its for demotes in self.core.demotes for its in demotes.running]

@@ -93,6 +93,7 @@ class World:
         self.instructions: list[m.Instruction] = []
         self.demotes: list[m.Demote] = []
         self.published: dict[BlockId, TierKind] = {}
+        self.in_hbm: set[BlockId] = set()
         self._ids = itertools.count(1)
         self.register("e", layout or make_layout())
 
@@ -109,6 +110,11 @@ class World:
         replies = [a for a in actions if not isinstance(a, m.Instruction)]
         assert len(replies) <= 1
         for publish in self.told(m.Publish):
+            if publish.tier is TierKind.HBM:
+                assert self.in_hbm >= set(publish.removed)
+                assert not self.in_hbm & set(publish.added)
+                self.in_hbm = self.in_hbm - set(publish.removed) | set(publish.added)
+                continue
             for block in publish.removed:
                 assert self.published.pop(block) == publish.tier
             for block in publish.added:
@@ -247,6 +253,11 @@ class World:
 
     def release(self, lease: int, corrupt: Sequence[Key] = (), engine: str = "e") -> m.Released:
         return self.do(m.Release(self.call_id(), engine, lease, None, corrupt))
+
+    def report(
+        self, added: Sequence[Key], removed: Sequence[Key] = (), engine: str = "e", *, clear: bool = False
+    ) -> m.Noted:
+        return self.do(m.ReportResident(self.call_id(), engine, added, removed, clear))
 
     def release_hold(self, request: str = "r", engine: str = "e") -> m.Released:
         return self.do(m.Release(self.call_id(), engine, None, request))
