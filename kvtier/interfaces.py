@@ -344,15 +344,19 @@ class Index(ABC):
 
     @abstractmethod
     async def publish(self, record: NodeRecord, blocks: Sequence[BlockId], tier: TierKind) -> None:
-        """`record` has these blocks in `tier`; renews those that are published already."""
+        """`record` has these blocks in `tier`; renews those that are published already.
+
+        A node has one tier for each block, the one published last, and HBM besides: what its engines have in
+        their own memory is told, withdrawn and found apart (`in_hbm`), since nobody can load it from there.
+        """
 
     @abstractmethod
-    async def withdraw(self, record: NodeRecord, blocks: Sequence[BlockId]) -> None:
-        """`record` no longer has these blocks."""
+    async def withdraw(self, record: NodeRecord, blocks: Sequence[BlockId], *, in_hbm: bool = False) -> None:
+        """`record` no longer has these blocks in any tier but HBM; `in_hbm`: in HBM."""
 
     @abstractmethod
-    async def find(self, blocks: Sequence[BlockId]) -> list[tuple[Location, ...]]:
-        """Where each of these blocks may lie: one entry for each, in order."""
+    async def find(self, blocks: Sequence[BlockId], *, in_hbm: bool = False) -> list[tuple[Location, ...]]:
+        """Where each of these blocks may lie, in HBM alone or anywhere else: one entry for each, in order."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -219,9 +219,10 @@ class RedisIndex(Index):
         """See `Index`."""
         await self._write("publish", _PUBLISH, record, blocks, tier)
 
-    async def withdraw(self, record: NodeRecord, blocks: Sequence[BlockId]) -> None:
+    async def withdraw(self, record: NodeRecord, blocks: Sequence[BlockId], *, in_hbm: bool = False) -> None:
         """See `Index`."""
-        await self._write("withdraw", _WITHDRAW, record, blocks, TierKind.DRAM)
+        tier = TierKind.HBM if in_hbm else TierKind.DRAM
+        await self._write("withdraw", _WITHDRAW, record, blocks, tier)
 
     async def _write(
         self, operation: str, script: bytes, record: NodeRecord, blocks: Sequence[BlockId], tier: TierKind
@@ -234,20 +235,22 @@ class RedisIndex(Index):
         for begin in range(0, len(blocks), step):
             requests = [
                 Request(slot, pack_eval(script, keys, head, ttl))
-                for slot, keys in self._batches(blocks[begin : begin + step])
+                for slot, keys in self._batches(blocks[begin : begin + step], tier is TierKind.HBM)
             ]
             async with self._bounded(operation, CALL_TIMEOUT_S):
                 await self._exchange(requests)
 
-    def _batches(self, blocks: Sequence[BlockId]) -> Iterator[tuple[int, list[bytes]]]:
+    def _batches(self, blocks: Sequence[BlockId], in_hbm: bool) -> Iterator[tuple[int, list[bytes]]]:
         """Keys of one slot where that matters, at most `SCRIPT_BLOCKS`."""
-        for slot, keys, _ in self._by_slot(blocks):
+        for slot, keys, _ in self._by_slot(blocks, in_hbm):
             for begin in range(0, len(keys), SCRIPT_BLOCKS):
                 yield slot, keys[begin : begin + SCRIPT_BLOCKS]
 
-    def _by_slot(self, blocks: Sequence[BlockId]) -> Iterable[tuple[int, list[bytes], Sequence[int]]]:
+    def _by_slot(
+        self, blocks: Sequence[BlockId], in_hbm: bool
+    ) -> Iterable[tuple[int, list[bytes], Sequence[int]]]:
         """Slot, keys, and the places of these in `blocks`."""
-        keys = self._keys.blocks(blocks)
+        keys = self._keys.blocks(blocks, in_hbm=in_hbm)
         if self._servers is None or not self._servers.by_slot:
             return [(0, keys, range(len(keys)))]
         groups: dict[int, tuple[list[bytes], list[int]]] = {}
@@ -257,27 +260,27 @@ class RedisIndex(Index):
             its[1].append(number)
         return [(_SLOTS[tag], *its) for tag, its in groups.items()]
 
-    async def find(self, blocks: Sequence[BlockId]) -> list[tuple[Location, ...]]:
+    async def find(self, blocks: Sequence[BlockId], *, in_hbm: bool = False) -> list[tuple[Location, ...]]:
         """See `Index`."""
         if not blocks:
             return []
         async with self._bounded("find", self._timeout_s):
             if self._listed_at_s < 0:
                 await self._list()
-            values = await self._read(blocks)
+            values = await self._read(blocks, in_hbm)
             found = self._resolve(values)
             if self._resolver.has_news and time.monotonic() - self._listed_at_s > RELIST_S:
                 await self._list()
                 found = self._resolve(values)
                 self._resolver.has_news = False
-            return found
+            return [_in_hbm(places) for places in found] if in_hbm else found
 
     def _resolve(self, values: Sequence[bytes | None]) -> list[tuple[Location, ...]]:
         return self._resolver.resolve(values, int(time.monotonic() + self._clock_offset_s))
 
-    async def _read(self, blocks: Sequence[BlockId]) -> list[bytes | None]:
+    async def _read(self, blocks: Sequence[BlockId], in_hbm: bool) -> list[bytes | None]:
         requests, places = [], []
-        for slot, keys, numbers in self._by_slot(blocks):
+        for slot, keys, numbers in self._by_slot(blocks, in_hbm):
             for begin in range(0, len(keys), MGET_BLOCKS):
                 requests.append(Request(slot, pack_mget(keys[begin : begin + MGET_BLOCKS])))
                 places.append(numbers[begin : begin + MGET_BLOCKS])
@@ -342,6 +345,11 @@ class RedisIndex(Index):
         for secret in _secrets(self._credentials):
             text = text.replace(secret, "***")
         return "".join(char if char.isprintable() else " " for char in text[:MAX_ERROR_CHARS])
+
+
+def _in_hbm(places: tuple[Location, ...]) -> tuple[Location, ...]:
+    """Whoever writes there what is not in HBM is not believed."""
+    return tuple(place for place in places if place.tier is TierKind.HBM)
 
 
 def _secrets(credentials: CredentialProvider | None) -> list[str]:

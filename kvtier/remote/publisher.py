@@ -58,6 +58,8 @@ class Publisher:
         Told the operation (``publish``, ``withdraw``) that the index did not answer.
     on_done
         Told the operation and how many locations the index has taken.
+    in_hbm
+        Whether this is about what engines have in HBM, which is told apart from all other tiers.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class Publisher:
         on_fault: Callable[[str], None] = lambda _: None,
         on_done: Callable[[str, int], None] = lambda _, __: None,
         clock: Callable[[], float] = time.monotonic,
+        in_hbm: bool = False,
     ) -> None:
         self._index = index
+        self._in_hbm = in_hbm
         self._record_now = record_now
         self._max_unpublished = config.max_unpublished
         self._min_pause_s = SWEEP_BATCH_BLOCKS / config.publish_per_s
@@ -270,7 +274,7 @@ class Publisher:
             part = drawn[begin : begin + CHECK_CALL_BLOCKS]
             try:
                 async with asyncio.timeout(CALL_TIMEOUT_S):
-                    found = await self._index.find(part)
+                    found = await self._index.find(part, in_hbm=self._in_hbm)
             except (KvtierError, TimeoutError):
                 self._on_fault("find")
                 self._note_silence()
@@ -315,7 +319,7 @@ class Publisher:
             async with self._turn:
                 record = self._record_now()
                 if tier is None:
-                    call = self._index.withdraw(record, batch)
+                    call = self._index.withdraw(record, batch, in_hbm=self._in_hbm)
                 else:
                     call = self._index.publish(record, batch, tier)
                 done = await self._tell(operation, call)

@@ -104,15 +104,15 @@ class IndexClient(Index):
         chosen = list(blocks)
         await self._ask(lambda: self._local.publish(record, chosen, tier))
 
-    async def withdraw(self, record: NodeRecord, blocks: Sequence[BlockId]) -> None:
+    async def withdraw(self, record: NodeRecord, blocks: Sequence[BlockId], *, in_hbm: bool = False) -> None:
         """See `Index.withdraw`."""
         chosen = list(blocks)
-        await self._ask(lambda: self._local.withdraw(record, chosen))
+        await self._ask(lambda: self._local.withdraw(record, chosen, in_hbm=in_hbm))
 
-    async def find(self, blocks: Sequence[BlockId]) -> list[tuple[Location, ...]]:
+    async def find(self, blocks: Sequence[BlockId], *, in_hbm: bool = False) -> list[tuple[Location, ...]]:
         """See `Index.find`."""
         chosen = list(blocks)
-        return await self._ask(lambda: self._local.find(chosen))
+        return await self._ask(lambda: self._local.find(chosen, in_hbm=in_hbm))
 
     async def close(self) -> None:
         """See `Index.close`: the others' view stays open."""

@@ -83,15 +83,17 @@ async def begin(index: Index, record: NodeRecord) -> NodeRecord:
     return record
 
 
-async def found(index: Index, blocks: Sequence[BlockId]) -> list[set[Location]]:
+async def found(index: Index, blocks: Sequence[BlockId], *, in_hbm: bool = False) -> list[set[Location]]:
     """What `find` says of the nodes that live now, for comparison; also that no place is named twice."""
     await index.nodes()
-    return await found_at_once(index, blocks)
+    return await found_at_once(index, blocks, in_hbm=in_hbm)
 
 
-async def found_at_once(index: Index, blocks: Sequence[BlockId]) -> list[set[Location]]:
+async def found_at_once(
+    index: Index, blocks: Sequence[BlockId], *, in_hbm: bool = False
+) -> list[set[Location]]:
     """What `find` says, whichever nodes it knows of."""
-    answer = await index.find(blocks)
+    answer = await index.find(blocks, in_hbm=in_hbm)
     assert len(answer) == len(blocks)
     for places in answer:
         assert len(set(places)) == len(places)
@@ -147,7 +149,9 @@ class IndexTests:
                 lambda: index.nodes(),
                 lambda: index.publish(record, blocks, TierKind.DRAM),
                 lambda: index.withdraw(record, blocks),
+                lambda: index.withdraw(record, blocks, in_hbm=True),
                 lambda: index.find(blocks),
+                lambda: index.find(blocks, in_hbm=True),
             ):
                 with pytest.raises(IndexFault):
                     await use()
@@ -337,7 +341,7 @@ class IndexTests:
         """The tier of the last publication counts; one location for each node."""
         record = await begin(index, record_of(1))
         blocks = blocks_of(5)
-        for tier in (TierKind.DRAM, TierKind.NVME, TierKind.HBM, TierKind.DRAM):
+        for tier in (TierKind.DRAM, TierKind.NVME, TierKind.FAR, TierKind.DRAM):
             await index.publish(record, blocks, tier)
             assert await found(index, blocks) == [{place(record, tier)}] * 5
 
@@ -383,6 +387,52 @@ class IndexTests:
         await index.publish(records[0], blocks, TierKind.DRAM)
         kept = [records[5], *records[6:], records[0]]
         assert await found(index, blocks) == [{place(record) for record in kept}]
+
+    async def test_hbm_is_apart(self, index: Index, other: Index) -> None:
+        """What a node's engines have and what it has itself are told and withdrawn without each other."""
+        first, second = await begin(index, record_of(1)), await begin(other, record_of(2))
+        blocks = blocks_of(3)
+        await index.publish(first, blocks[:2], TierKind.HBM)
+        assert await found(other, blocks) == [set()] * 3
+        assert await found(other, blocks, in_hbm=True) == [{place(first, TierKind.HBM)}] * 2 + [set()]
+        await index.publish(first, blocks[1:], TierKind.NVME)
+        await other.publish(second, blocks[1:2], TierKind.HBM)
+        both = {place(first, TierKind.HBM), place(second, TierKind.HBM)}
+        here = {place(first, TierKind.NVME)}
+        for view in (index, other):
+            assert await found(view, blocks) == [set(), here, here]
+            assert await found(view, blocks, in_hbm=True) == [{place(first, TierKind.HBM)}, both, set()]
+        await index.withdraw(first, blocks[1:2], in_hbm=True)
+        assert await found(other, blocks) == [set(), here, here], "its own place stays"
+        assert await found(other, blocks[1:2], in_hbm=True) == [{place(second, TierKind.HBM)}]
+        await index.withdraw(first, blocks)
+        assert await found(other, blocks) == [set()] * 3
+        assert await found(other, blocks[:1], in_hbm=True) == [{place(first, TierKind.HBM)}], (
+            "and its engines'"
+        )
+
+    async def test_an_older_life_does_not_count_in_hbm(self, index: Index, other: Index) -> None:
+        """A restarted node's engines begin anew, and the zombie changes nothing there either."""
+        zombie = await begin(index, record_of(1, 10))
+        blocks = blocks_of(2)
+        await index.publish(zombie, blocks, TierKind.HBM)
+        heir = await begin(other, record_of(1, 10))
+        assert await found(other, blocks, in_hbm=True) == [set()] * 2
+        await other.publish(heir, blocks[:1], TierKind.HBM)
+        await index.publish(zombie, blocks, TierKind.HBM)
+        await index.withdraw(zombie, blocks, in_hbm=True)
+        assert await found(other, blocks, in_hbm=True) == [{place(heir, TierKind.HBM)}, set()]
+
+    async def test_a_crowd_in_hbm_takes_no_place_of_what_can_be_loaded(self, index: Index) -> None:
+        """Each has its own bound."""
+        records = [await begin(index, record_of(number)) for number in range(10)]
+        blocks = blocks_of(1)
+        await index.publish(records[0], blocks, TierKind.DRAM)
+        for record in records:
+            await index.publish(record, blocks, TierKind.HBM)
+        assert await found(index, blocks) == [{place(records[0])}]
+        named = {place(record, TierKind.HBM) for record in records[2:]}
+        assert await found(index, blocks, in_hbm=True) == [named]
 
     async def test_locations_end(self, open_index: Callable[..., Awaitable[Index]]) -> None:
         """What is not renewed ends after its TTL, also beside what is; renewal prolongs it."""

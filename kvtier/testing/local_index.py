@@ -17,6 +17,9 @@ from kvtier.types import BlockId, Location, NodeRecord, TierKind
 MAX_LOCATIONS: Final = 8
 
 
+Places = dict[BlockId, dict[str, tuple[int, TierKind, float]]]
+
+
 @dataclass(slots=True)
 class LocalStore:
     """What is stored; times are `clock`'s.
@@ -29,18 +32,22 @@ class LocalStore:
         What nodes said of themselves, and until when that counts.
     places
         Incarnation, tier and end of each node's location of a block, the one renewed last at the end.
+    in_hbm
+        The same of what engines have in their own memory.
     """
 
     clock: Callable[[], float] = time.monotonic
     owners: dict[str, tuple[int, str]] = field(default_factory=dict)
     records: dict[str, tuple[NodeRecord, float]] = field(default_factory=dict)
-    places: dict[BlockId, dict[str, tuple[int, TierKind, float]]] = field(default_factory=dict)
+    places: Places = field(default_factory=dict)
+    in_hbm: Places = field(default_factory=dict)
 
     def clear(self) -> None:
         """Lose everything, as a server that comes back empty."""
         self.owners.clear()
         self.records.clear()
         self.places.clear()
+        self.in_hbm.clear()
 
 
 class LocalIndex(Index):
@@ -118,8 +125,9 @@ class LocalIndex(Index):
     async def publish(self, record: NodeRecord, blocks: Sequence[BlockId], tier: TierKind) -> None:
         """See `Index`."""
         now_s = self._now_s()
+        stored = self._places(tier is TierKind.HBM)
         for block in blocks:
-            places = self._present(block, now_s)
+            places = _present(stored, block, now_s)
             incarnation, _, _ = places.get(record.node, (0, tier, 0.0))
             if incarnation > record.incarnation:
                 continue
@@ -127,35 +135,41 @@ class LocalIndex(Index):
             while len(places) >= MAX_LOCATIONS:
                 del places[next(iter(places))]
             places[record.node] = record.incarnation, tier, now_s + self._ttl_s
-            self._store.places[block] = places
+            stored[block] = places
 
-    async def withdraw(self, record: NodeRecord, blocks: Sequence[BlockId]) -> None:
+    async def withdraw(self, record: NodeRecord, blocks: Sequence[BlockId], *, in_hbm: bool = False) -> None:
         """See `Index`."""
         now_s = self._now_s()
+        stored = self._places(in_hbm)
         for block in blocks:
-            places = self._present(block, now_s)
+            places = _present(stored, block, now_s)
             incarnation, _, _ = places.get(record.node, (0, TierKind.DRAM, 0.0))
             if incarnation <= record.incarnation:
                 places.pop(record.node, None)
             if not places:
-                self._store.places.pop(block, None)
+                stored.pop(block, None)
 
-    async def find(self, blocks: Sequence[BlockId]) -> list[tuple[Location, ...]]:
+    async def find(self, blocks: Sequence[BlockId], *, in_hbm: bool = False) -> list[tuple[Location, ...]]:
         """See `Index`."""
         now_s = self._now_s()
+        stored = self._places(in_hbm)
         alive = {record.node: record.incarnation for record in await self.nodes()}
         return [
             tuple(
                 Location(node, incarnation, tier)
-                for node, (incarnation, tier, _) in self._present(block, now_s).items()
+                for node, (incarnation, tier, _) in _present(stored, block, now_s).items()
                 if alive.get(node) == incarnation
             )
             for block in blocks
         ]
 
-    def _present(self, block: BlockId, now_s: float) -> dict[str, tuple[int, TierKind, float]]:
-        """The places of a block without those that are over; not stored where there are none."""
-        places = self._store.places.get(block, {})
-        for node in [node for node, (_, _, end_s) in places.items() if end_s <= now_s]:
-            del places[node]
-        return places
+    def _places(self, in_hbm: bool) -> Places:
+        return self._store.in_hbm if in_hbm else self._store.places
+
+
+def _present(stored: Places, block: BlockId, now_s: float) -> dict[str, tuple[int, TierKind, float]]:
+    """The places of a block without those that are over; not stored where there are none."""
+    places = stored.get(block, {})
+    for node in [node for node, (_, _, end_s) in places.items() if end_s <= now_s]:
+        del places[node]
+    return places

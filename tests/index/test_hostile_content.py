@@ -136,6 +136,20 @@ async def test_garbage_beside_sound_entries(there: Place) -> None:
     assert there.client.ttl(there.key(block)) <= 3601, "an absurd entry must not keep the key"
 
 
+async def test_what_is_not_in_hbm_does_not_count_there(there: Place) -> None:
+    """And what is written in HBM's place is never found among what can be loaded."""
+    first, second = await begin(there.index, record_of(1)), await begin(there.index, record_of(2))
+    block = blocks_of(1)[0]
+    (key,) = there.keys.blocks([block], in_hbm=True)
+    there.client.set(key, there.entry(first, tier=2) + there.entry(second, tier=1))
+    assert await found(there.index, [block], in_hbm=True) == [{place(second, TierKind.HBM)}]
+    assert await found(there.index, [block]) == [set()]
+    spoil(there.client, key, "huge")
+    assert await found(there.index, [block], in_hbm=True) == [set()]
+    await there.index.publish(first, [block], TierKind.HBM)
+    assert await found(there.index, [block], in_hbm=True) == [{place(first, TierKind.HBM)}]
+
+
 async def test_an_incarnation_that_cannot_be_keeps_nobody_from_publishing(there: Place) -> None:
     """A younger life of a node is not overwritten; one of a number that no index issues is garbage."""
     record = await begin(there.index, record_of(1))

@@ -20,13 +20,15 @@ async def test_nothing_but_the_incarnation(valkey: Server, make_config: MakeConf
     record = await begin(index, record_of(1, 5))
     await index.publish(record, blocks_of(500), TierKind.DRAM)
     await index.publish(record, blocks_of(500, seed=1), TierKind.NVME)
+    await index.publish(record, blocks_of(500), TierKind.HBM)
     await index.withdraw(record, blocks_of(100))
+    await index.withdraw(record, blocks_of(200), in_hbm=True)
     keys = codec.Keys(config.index_prefix)
 
     def left() -> set[bytes]:
         return set(client.scan_iter(match=f"{config.index_prefix}:*", count=10_000))
 
-    assert len(left()) == 3 + 900
+    assert len(left()) == 3 + 900 + 300
     permanent = set(keys.node(record.node)) - {keys.record(record.node)}
 
     async def is_gone() -> bool:

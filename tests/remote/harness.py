@@ -110,13 +110,13 @@ class Cuttable(Index):
         await self._travel("publish", len(blocks))
         await self.inner.publish(record, blocks, tier)
 
-    async def withdraw(self, record: NodeRecord, blocks: Sequence[BlockId]) -> None:
+    async def withdraw(self, record: NodeRecord, blocks: Sequence[BlockId], *, in_hbm: bool = False) -> None:
         await self._travel("withdraw", len(blocks))
-        await self.inner.withdraw(record, blocks)
+        await self.inner.withdraw(record, blocks, in_hbm=in_hbm)
 
-    async def find(self, blocks: Sequence[BlockId]) -> list[tuple[Location, ...]]:
+    async def find(self, blocks: Sequence[BlockId], *, in_hbm: bool = False) -> list[tuple[Location, ...]]:
         await self._travel("find", len(blocks))
-        return await self.inner.find(blocks)
+        return await self.inner.find(blocks, in_hbm=in_hbm)
 
     async def close(self) -> None:
         await self.inner.close()
