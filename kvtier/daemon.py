@@ -287,7 +287,7 @@ def _sample(node: Node) -> Sample:
         uptime_s=node.uptime_s,
         peers=node.remote.peers_by_state() if node.remote else {},
         index_up=node.remote.index_up if node.remote else None,
-        unpublished=node.remote.publisher.unpublished if node.remote else 0,
+        unpublished=node.remote.unpublished if node.remote else 0,
         clock_ahead_s=node.remote.membership.clock_ahead_s if node.remote else None,
         info={
             "version": kvtier.__version__,

@@ -192,8 +192,8 @@ class Node:
             return reply
 
     def places(self, keys: Sequence[Key]) -> list[BlockPlace]:
-        """Where every shard of these blocks lies."""
-        return self.core.places(keys)
+        """Where every shard of these blocks lies, in engines' own memory too."""
+        return self.core.places(keys) + self.core.engine_blocks.places(keys)
 
     def stats(self) -> CoreStats:
         """What the core counts."""

@@ -38,7 +38,8 @@ def lookup(
 ) -> None:
     """Show every place of a prefix's blocks, and how many leading ones have one. Exit code 1: not the first.
 
-    What other nodes have the index says: a hint, of which the owner knows the truth.
+    What other nodes have the index says: a hint, of which the owner knows the truth. A block with a holder
+    lies in the memory of that engine, which alone can use it there.
     """
     chain = read_keys(keys, keys_file)
     with daemon(config, socket) as client:
@@ -54,6 +55,7 @@ def lookup(
             "shard",
             "name",
             "tier",
+            "holder",
             "replica",
             "pinned",
             "leases",
@@ -72,8 +74,8 @@ def lookup(
 
 
 def _place(place: pb.BlockPlace, names: Mapping[str, str]) -> dict[str, Any]:
-    """As JSON has it; of other nodes only what the index knows, the rest is None."""
-    here = {
+    """As JSON has it; what is not known of other nodes' blocks, and of engines', is None."""
+    here: dict[str, Any] = {
         "arena_id": place.arena_id,
         "offset_bytes": place.offset_bytes,
         "size_bytes": place.size_bytes,
@@ -89,7 +91,8 @@ def _place(place: pb.BlockPlace, names: Mapping[str, str]) -> dict[str, Any]:
         "incarnation": place.incarnation,
         "tier": TierKind(place.tier).name.lower(),
         "hint": place.hint,
-        **(dict.fromkeys(here) if place.hint else here),
+        "holder": place.holder or None,
+        **(dict.fromkeys(here) if place.hint or place.holder else here),
     }
 
 

@@ -40,6 +40,8 @@ MAX_ESTIMATES: Final = 4096
 ASSUMED_BYTES_PER_S: Final = 1e9
 """Where no estimate is known."""
 MAX_COPY_THREADS: Final = 64
+REPORT_KEYS: Final = 4096
+"""In one call of a report: the node is kept busy by it for a few milliseconds."""
 
 Verify = Literal["off", "sample", "all"]
 
@@ -280,6 +282,45 @@ class EngineClient:
             self._link.call(session, "Release", request, deadline, self._call_timeout_s)
         except KvtierError as error:
             self._fault("release", error)
+
+    def report_resident(
+        self, added: Sequence[Key], removed: Sequence[Key] = (), *, clear: bool = False
+    ) -> str | None:
+        """Tell the node what the engine's own memory has gained and lost; `clear`: first it lost all.
+
+        Parameters
+        ----------
+        added, removed
+            Each key once. They travel in calls of `REPORT_KEYS`, with `call_timeout_s` for each.
+
+        Returns
+        -------
+        str or None
+            Names the registration that it was told under: of what was told under another one the node knows
+            nothing any more. None where not all was told; some may have been.
+        """
+        arguments.keys(added)
+        arguments.keys(removed)
+        try:
+            session = self._link.session(Deadline(self._call_timeout_s))
+            step = min(REPORT_KEYS, session.max_keys)
+            nothing: Sequence[Key] = ()
+            parts = [(nothing, removed[begin : begin + step]) for begin in range(0, len(removed), step)]
+            parts += [(added[begin : begin + step], nothing) for begin in range(0, len(added), step)]
+            for number, (gained, lost) in enumerate(parts or [(nothing, nothing)]):
+                request = pb.ReportResidentRequest(
+                    call_id=new_call_id(),
+                    engine_id=session.engine_id,
+                    added=pack_keys(gained),
+                    removed=pack_keys(lost),
+                    clear=clear and number == 0,
+                )
+                deadline = Deadline(self._call_timeout_s)
+                self._link.call(session, "ReportResident", request, deadline, self._call_timeout_s)
+        except KvtierError as error:
+            self._fault("report", error)
+            return None
+        return session.engine_id
 
     def stats(self) -> ClientStats:
         """Counters since this process began."""

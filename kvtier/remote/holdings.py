@@ -27,6 +27,8 @@ class Holdings:
         Where a block lies, None where no peer could get it: not resident, or an ancestor was lost.
     down
         Tiers that do not work now: what lies there alone nobody gets.
+    engine_residents, engine_tier_of
+        As `residents` and `tier_of`, of what engines have in their own memory.
     """
 
     capacity_bytes: Callable[[], int]
@@ -35,6 +37,8 @@ class Holdings:
     residents: Callable[[], Sequence[BlockId]]
     tier_of: Callable[[BlockId], TierKind | None]
     down: Callable[[], tuple[TierKind, ...]] = tuple
+    engine_residents: Callable[[], Sequence[BlockId]] = tuple
+    engine_tier_of: Callable[[BlockId], TierKind | None] = lambda _: None
 
 
 def holdings_of(core: CacheCore, max_pulls: int) -> Holdings:
@@ -51,6 +55,8 @@ def holdings_of(core: CacheCore, max_pulls: int) -> Holdings:
         residents=lambda: Ids(core.ids()),
         tier_of=core.tier_of,
         down=lambda: tuple(tier.kind for tier in core.lower if tier.is_down),
+        engine_residents=lambda: Ids({0: core.engine_blocks.keys()}),
+        engine_tier_of=lambda block: TierKind.HBM if core.engine_blocks.has(block) else None,
     )
 
 

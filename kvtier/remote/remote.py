@@ -36,7 +36,9 @@ GARBAGE_LOG_S: Final = 60.0
 UNANSWERED_LOG_S: Final = 60.0
 """Likewise lookups that it did not answer; each is in the metric `kvtier_index_faults`."""
 LENT: Final = frozenset({TierKind.DRAM, TierKind.FAR, TierKind.NVME})
-"""Peers read each other's arenas, and what is brought there for them; the rest is listed for operators."""
+"""Peers read each other's arenas, and what is brought there for them. HBM is for operators and routing alone:
+the index is not asked for it here, and what somebody wrote in its place does not count.
+"""
 MAX_FIND_BLOCKS: Final = 4096
 """Blocks in one question to the index, all shards together."""
 MAX_DENIED_BLOCKS: Final = 1024
@@ -126,20 +128,14 @@ class Remote:
             is_registered=life.is_registered,
             on_change=peers.update,
             on_fenced=self._fenced,
-            on_lost=lambda: self.publisher.republish(),
-            on_back=lambda: self.publisher.doubt(),
+            on_lost=lambda: self._for_publishers(Publisher.republish),
+            on_back=lambda: self._for_publishers(Publisher.doubt),
             on_fault=self._count_fault,
             clock=clock,
         )
-        self.publisher = Publisher(
-            index,
-            self.record,
-            config,
-            residents=holdings.residents,
-            tier_of=holdings.tier_of,
-            on_fault=self._count_fault,
-            on_done=lambda change, count: metrics.published.labels(change).inc(count),
-            clock=clock,
+        self.publisher = self._publisher(holdings.residents, holdings.tier_of)
+        self._engine_publisher = self._publisher(
+            holdings.engine_residents, holdings.engine_tier_of, in_hbm=True
         )
         self._is_open = life.is_registered
         self._is_stopped = False
@@ -147,6 +143,34 @@ class Remote:
         self._garbage_told_s = -GARBAGE_LOG_S
         self._unanswered = 0
         self._unanswered_told_s = -UNANSWERED_LOG_S
+
+    def _publisher(
+        self,
+        residents: Callable[[], Sequence[BlockId]],
+        tier_of: Callable[[BlockId], TierKind | None],
+        *,
+        in_hbm: bool = False,
+    ) -> Publisher:
+        return Publisher(
+            self.index,
+            self.record,
+            self._config,
+            residents=residents,
+            tier_of=tier_of,
+            on_fault=self._count_fault,
+            on_done=lambda change, count: self._metrics.published.labels(change).inc(count),
+            clock=self._clock,
+            in_hbm=in_hbm,
+        )
+
+    def _for_publishers(self, what: Callable[[Publisher], None]) -> None:
+        for publisher in (self.publisher, self._engine_publisher):
+            what(publisher)
+
+    @property
+    def unpublished(self) -> int:
+        """Changes that the index has not taken yet."""
+        return self.publisher.unpublished + self._engine_publisher.unpublished
 
     def record(self) -> NodeRecord:
         """What this node says of itself now."""
@@ -188,15 +212,15 @@ class Remote:
 
     async def _share(self) -> None:
         await self._open_index()
-        publishing = asyncio.ensure_future(self.publisher.run())
-        living = asyncio.ensure_future(self.membership.run())
+        sharing = (self.publisher.run(), self._engine_publisher.run(), self.membership.run())
+        tasks = [asyncio.ensure_future(part) for part in sharing]
         try:
-            await asyncio.wait({publishing, living}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (publishing, living):
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
                 if task.done():
                     task.result()
         finally:
-            await _end({publishing, living})
+            await _end(tasks)
 
     async def stop(self) -> None:
         """Leave the index and close all; nothing is written to the arena afterwards. Idempotent.
@@ -265,10 +289,11 @@ class Remote:
 
     def publish(self, action: m.Publish) -> None:
         """Tell the index, when it can be told."""
+        publisher = self._engine_publisher if action.tier is TierKind.HBM else self.publisher
         if action.added:
-            self.publisher.add(action.tier, action.added)
+            publisher.add(action.tier, action.added)
         if action.removed:
-            self.publisher.remove(action.removed)
+            publisher.remove(action.removed)
 
     def tiers_changed(self) -> None:
         """A tier does not work any more, or works again: others are told whether what lies there counts."""
@@ -389,7 +414,7 @@ class Remote:
         return NodeView(record, False, _state(link, self._clock()), link.last_error, link.transfer)
 
     async def places(self, blocks: Sequence[BlockId]) -> list[tuple[Location, ...]]:
-        """What the index says of these blocks, of nodes that live, this one left out.
+        """What the index says of these blocks, of nodes that live, this one left out; engines' memory last.
 
         Raises
         ------
@@ -399,7 +424,9 @@ class Remote:
         live = self.membership.live
         found: list[tuple[Location, ...]] = []
         for begin in range(0, len(blocks), MAX_FIND_BLOCKS):
-            found += await self.index.find(blocks[begin : begin + MAX_FIND_BLOCKS])
+            part = blocks[begin : begin + MAX_FIND_BLOCKS]
+            in_hbm = await self.index.find(part, in_hbm=True)
+            found += [its + hbm for its, hbm in zip(await self.index.find(part), in_hbm, strict=True)]
         return [self._counting(its, live) for its in found]
 
 

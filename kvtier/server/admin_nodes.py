@@ -36,7 +36,7 @@ def fill_status(status: pb.GetStatusResponse, node: Node) -> None:
         return
     status.index = redact(node.config.index) if node.config.index else remote.index_text
     status.index_reachable = remote.index_up
-    status.unpublished = remote.publisher.unpublished
+    status.unpublished = remote.unpublished
     status.peer_address = remote.peer_address
     status.transfers.extend(
         pb.TransferStatus(name=each.name, usable=True, detail=_DETAILS.get(each.name, ""))

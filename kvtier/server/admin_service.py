@@ -70,7 +70,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if request.everywhere and self._node.remote is not None:
             shards = 1 + max((place.shard for place in places), default=0)
             places += await admin_nodes.hints(self._node.remote, keys, shards)
-            places.sort(key=lambda place: (place.index, place.shard, place.hint))
+        places.sort(key=lambda place: (place.index, place.shard, place.hint))
         found = {place.index for place in places}
         blocks = next((i for i in range(len(keys)) if i not in found), len(keys))
         response = pb.LookupPrefixResponse(blocks=blocks, places=places)
@@ -114,6 +114,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             pinned=place.pinned,
             leases=place.leases,
             replica=place.replica,
+            holder=place.holder,
         )
 
     def _tier(self, stats: TierStats) -> pb.TierStatus:
@@ -142,6 +143,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             reserved_bytes=stats.reserved_bytes,
             quarantined_bytes=stats.quarantined_bytes,
             registered_s=self._node.age_s(stats.registered_at_s),
+            resident_blocks=stats.resident_blocks,
         )
 
     def _notices(self, tiers: list[pb.TierStatus]) -> list[str]:

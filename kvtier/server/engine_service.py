@@ -135,3 +135,9 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         """Give slots back."""
         reply = await run(self._node, wire.abort(request, self._max_keys), m.Aborted)
         return pb.AbortResponse(freed=reply.blocks)
+
+    @unary
+    async def ReportResident(self, request: pb.ReportResidentRequest) -> pb.ReportResidentResponse:
+        """Note what the engine's own memory has."""
+        reply = await run(self._node, wire.report_resident(request, self._max_keys), m.Noted)
+        return pb.ReportResidentResponse(blocks=reply.blocks)

@@ -243,6 +243,21 @@ def abort(message: engine_pb2.AbortRequest, max_keys: int) -> m.Abort:
     )
 
 
+def report_resident(message: engine_pb2.ReportResidentRequest, max_keys: int) -> m.ReportResident:
+    """Any number of keys, none too; each once."""
+    added = unpack_keys(message.added, max_keys=max_keys, what="added")
+    removed = unpack_keys(message.removed, max_keys=max_keys, what="removed")
+    if len({*added, *removed}) != len(added) + len(removed):
+        raise InvalidRequest("added and removed hold a key twice: send each once, with what holds now")
+    return m.ReportResident(
+        call_id=_call_id(message.call_id),
+        engine=_engine_id(message.engine_id),
+        added=added,
+        removed=removed,
+        clear=message.clear,
+    )
+
+
 # ---- requests of operators
 
 

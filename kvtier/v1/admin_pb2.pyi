@@ -83,7 +83,7 @@ class TierStatus(_message.Message):
     def __init__(self, tier: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., allocated_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., draining_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., old_arena_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("engine_id", "description", "fingerprint", "slot_bytes", "leased_bytes", "reserved_bytes", "quarantined_bytes", "registered_s")
+    __slots__ = ("engine_id", "description", "fingerprint", "slot_bytes", "leased_bytes", "reserved_bytes", "quarantined_bytes", "registered_s", "resident_blocks")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,7 @@ class EngineStatus(_message.Message):
     RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     REGISTERED_S_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     description: str
     fingerprint: bytes
@@ -100,7 +101,8 @@ class EngineStatus(_message.Message):
     reserved_bytes: int
     quarantined_bytes: int
     registered_s: float
-    def __init__(self, engine_id: _Optional[str] = ..., description: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., registered_s: _Optional[float] = ...) -> None: ...
+    resident_blocks: int
+    def __init__(self, engine_id: _Optional[str] = ..., description: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., registered_s: _Optional[float] = ..., resident_blocks: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("lookups", "lookup_blocks", "hit_blocks", "loaded_blocks", "failed_loads", "stored_blocks", "aborted_blocks", "refused_blocks", "evicted_blocks", "corrupt_blocks", "dead_engines", "expired_leases", "pulled_blocks", "failed_pulls", "given_blocks")
@@ -153,7 +155,7 @@ class LookupPrefixResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., places: _Optional[_Iterable[_Union[BlockPlace, _Mapping]]] = ...) -> None: ...
 
 class BlockPlace(_message.Message):
-    __slots__ = ("index", "shard", "node_id", "incarnation", "tier", "arena_id", "offset_bytes", "size_bytes", "pinned", "leases", "replica", "hint")
+    __slots__ = ("index", "shard", "node_id", "incarnation", "tier", "arena_id", "offset_bytes", "size_bytes", "pinned", "leases", "replica", "hint", "holder")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +168,7 @@ class BlockPlace(_message.Message):
     LEASES_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     HINT_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     index: int
     shard: int
     node_id: str
@@ -178,7 +181,8 @@ class BlockPlace(_message.Message):
     leases: int
     replica: bool
     hint: bool
-    def __init__(self, index: _Optional[int] = ..., shard: _Optional[int] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., tier: _Optional[int] = ..., arena_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., pinned: _Optional[bool] = ..., leases: _Optional[int] = ..., replica: _Optional[bool] = ..., hint: _Optional[bool] = ...) -> None: ...
+    holder: str
+    def __init__(self, index: _Optional[int] = ..., shard: _Optional[int] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., tier: _Optional[int] = ..., arena_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., pinned: _Optional[bool] = ..., leases: _Optional[int] = ..., replica: _Optional[bool] = ..., hint: _Optional[bool] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ()

@@ -253,3 +253,23 @@ class AbortResponse(_message.Message):
     FREED_FIELD_NUMBER: _ClassVar[int]
     freed: int
     def __init__(self, freed: _Optional[int] = ...) -> None: ...
+
+class ReportResidentRequest(_message.Message):
+    __slots__ = ("call_id", "engine_id", "added", "removed", "clear")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_FIELD_NUMBER: _ClassVar[int]
+    call_id: bytes
+    engine_id: str
+    added: bytes
+    removed: bytes
+    clear: bool
+    def __init__(self, call_id: _Optional[bytes] = ..., engine_id: _Optional[str] = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., clear: _Optional[bool] = ...) -> None: ...
+
+class ReportResidentResponse(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...

@@ -69,6 +69,11 @@ class EngineServiceStub:
                 request_serializer=kvtier_dot_v1_dot_engine__pb2.AbortRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_engine__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.ReportResident = channel.unary_unary(
+                '/kvtier.v1.EngineService/ReportResident',
+                request_serializer=kvtier_dot_v1_dot_engine__pb2.ReportResidentRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_engine__pb2.ReportResidentResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer:
@@ -122,6 +127,14 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportResident(self, request, context):
+        """What the engine's own memory has gained and lost. Nobody loads it from there: it is shown, and published
+        for routing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -159,6 +172,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=kvtier_dot_v1_dot_engine__pb2.AbortRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_engine__pb2.AbortResponse.SerializeToString,
+            ),
+            'ReportResident': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportResident,
+                    request_deserializer=kvtier_dot_v1_dot_engine__pb2.ReportResidentRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_engine__pb2.ReportResidentResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -350,6 +368,33 @@ class EngineService:
             '/kvtier.v1.EngineService/Abort',
             kvtier_dot_v1_dot_engine__pb2.AbortRequest.SerializeToString,
             kvtier_dot_v1_dot_engine__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportResident(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.EngineService/ReportResident',
+            kvtier_dot_v1_dot_engine__pb2.ReportResidentRequest.SerializeToString,
+            kvtier_dot_v1_dot_engine__pb2.ReportResidentResponse.FromString,
             options,
             channel_credentials,
             insecure,

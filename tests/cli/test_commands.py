@@ -111,6 +111,18 @@ def test_the_life_of_a_prefix(kvtier: Kvtier, node: NodeProcess, store: Store) -
     assert json.loads(kvtier("lookup", *hexed(keys), *at).stdout)["blocks"] == 2
 
 
+def test_what_an_engine_has_in_its_own_memory(kvtier: Kvtier, node: NodeProcess, store: Store) -> None:
+    keys = store(4)
+    at = ("--socket", str(node.socket))
+    with EngineClient(str(node.socket), LAYOUT, description="an engine", call_timeout_s=10.0) as client:
+        holder = client.report_resident(keys[:2])
+        places = json.loads(kvtier("lookup", *hexed(keys[1:]), *at, "--json").stdout)["places"]
+        said = [(place["index"], place["tier"], place["holder"]) for place in places]
+        assert said == [(0, "dram", None), (0, "hbm", holder), *[(i, "dram", None) for i in range(1, 5)]]
+        assert (places[1]["size_bytes"], places[1]["offset_bytes"], places[1]["hint"]) == (None, None, False)
+        assert str(holder) in kvtier("lookup", *hexed(keys), *at).stdout
+
+
 def test_pins_are_ended_by_their_prefix(kvtier: Kvtier, node: NodeProcess, store: Store) -> None:
     keys = hexed(store(3))
     at = ("--socket", str(node.socket))

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.client import EngineClient, LoadResult, Offer, Pages, StoreResult
+from kvtier.client import AdminClient, EngineClient, LoadResult, Offer, Pages, StoreResult
 from kvtier.client.copies import CpuCopier
 from kvtier.client.mapping import ArenaMapping
 from kvtier.client.session import Link
 from kvtier.errors import InvalidRequest
-from kvtier.types import Layout, LayoutKind, LayoutOrder, TierKind
+from kvtier.types import Key, Layout, LayoutKind, LayoutOrder, TierKind
 from tests.client.harness import LAYOUT, DaemonProcess, Engine, chain, until
 
 Make = Callable[..., Engine]
@@ -262,12 +262,41 @@ def test_only_what_is_verified_is_found_corrupt(own_daemon: Any, make_engine: Ma
 # ---- the caller's mistakes, and the end
 
 
+def places(daemon: DaemonProcess, keys: list[Key]) -> list[tuple[int, str]]:
+    """Which engine has which of these in its own memory."""
+    with AdminClient(daemon.socket) as admin:
+        return [(place.index, place.holder) for place in admin.lookup_prefix(keys).places if place.holder]
+
+
+def test_what_the_engine_has_is_told(
+    own_daemon: Any, make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = own_daemon(max_keys_per_call=8)
+    client = make_engine(daemon.socket).client
+    keys = chain("told", 20)
+    (name,) = {client.report_resident(keys), client.report_resident([], keys[15:])}
+    assert name is not None
+    assert places(daemon, keys[:8]) == [(index, name) for index in range(8)]
+    assert places(daemon, keys[12:]) == [(index, name) for index in range(3)]
+    assert client.report_resident(keys[:2], clear=True) == name
+    assert places(daemon, keys[:8]) == [(0, name), (1, name)]
+    assert client.report_resident([]) == name
+    assert client.report_resident([], clear=True) == name
+    assert places(daemon, keys[:8]) == []
+    client.report_resident(keys)
+    client.close()
+    until(lambda: places(daemon, keys[:8]) == [], "an engine that is gone has nothing")
+    assert client.report_resident(keys) is None
+
+
 def test_arguments_that_cannot_be_right(daemon: DaemonProcess, make_engine: Make) -> None:
     engine = make_engine(daemon.socket)
     keys = chain(next(names), 2)
     client, pages = engine.client, engine.pages
     for call in (
         lambda: client.lookup("a", [b"short"]),
+        lambda: client.report_resident([b"short"]),
+        lambda: client.report_resident(keys, "x" * 32),  # type: ignore[arg-type]
         lambda: client.load("a", [b"x" * 33], pages, [0]),
         lambda: client.load("a", keys, pages, [0]),
         lambda: client.load("a", keys, pages, [0, 64]),

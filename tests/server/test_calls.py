@@ -150,6 +150,57 @@ async def test_release_twice(engine: RawEngine, wire: Wire) -> None:
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
+async def test_report_twice(engine: RawEngine, wire: Wire) -> None:
+    request = engine.report_request(KEYS)
+    assert (await twice(wire, wire.engine.ReportResident, request)).blocks == 4
+    await wire.engine.ReportResident(engine.report_request(MORE, KEYS))
+    assert (await wire.engine.ReportResident(request)).blocks == 4, "the first answer"
+    assert await holders(wire, [*KEYS, *MORE]) == [(i, engine.name) for i in range(4, 8)]
+
+
+async def holders(wire: Wire, keys: list[bytes]) -> list[tuple[int, str]]:
+    """Which engines have which of these in their own memory."""
+    found = await wire.admin.LookupPrefix(admin_pb2.LookupPrefixRequest(keys=pack_keys(keys)))
+    return [(place.index, place.holder) for place in found.places if place.tier == 1]
+
+
+async def test_what_engines_have_themselves_is_shown_and_never_offered(
+    engine: RawEngine, make_engine: Callable[..., RawEngine], wire: Wire
+) -> None:
+    other = make_engine()
+    await other.register()
+    await engine.store(KEYS[:1])
+    await wire.engine.ReportResident(engine.report_request(KEYS[:3]))
+    await wire.engine.ReportResident(other.report_request(KEYS[1:2]))
+    found = await wire.admin.LookupPrefix(admin_pb2.LookupPrefixRequest(keys=pack_keys(KEYS)))
+    assert found.blocks == 3, "they count"
+    said = [(place.index, place.shard, place.tier, place.holder) for place in found.places]
+    one, two = engine.name, other.name
+    assert said == [(0, 0, 2, ""), (0, 0, 1, one), (1, 0, 1, one), (1, 0, 1, two), (2, 0, 1, one)]
+    assert {place.size_bytes for place in found.places if place.holder} == {0}
+    offer = await wire.engine.Lookup(other.lookup_request(KEYS))
+    assert (offer.blocks, offer.reason) == (1, "missing")
+    (message,) = await other.load(KEYS)
+    assert len(message.slots) == 8, "nothing to load but what the node has itself"
+    packed = pack_keys(KEYS[1:])
+    pin = admin_pb2.PinPrefixRequest(call_id=call_id(), keys=packed, ttl_s=60)
+    assert (await wire.admin.PinPrefix(pin)).pinned == 0
+    evicted = await wire.admin.EvictPrefix(admin_pb2.EvictPrefixRequest(call_id=call_id(), keys=packed))
+    assert (evicted.evicted, evicted.kept) == (0, 0)
+    assert [each.resident_blocks for each in (await wire.status()).engines] == [3, 1]
+    await wire.engine.Register(engine.register_request())
+    assert len(await holders(wire, KEYS)) == 4, "it said the same again, and is the same"
+    engine.close()
+
+    async def gone() -> bool:
+        return await holders(wire, KEYS) == [(1, two)]
+
+    await until(gone, "the dead engine has nothing")
+    reply = await wire.engine.ReportResident(other.report_request(KEYS[3:], clear=True))
+    assert reply.blocks == 1
+    assert await holders(wire, KEYS) == [(3, two)]
+
+
 async def test_operators_calls_twice(engine: RawEngine, wire: Wire) -> None:
     await engine.store(KEYS)
     packed = pack_keys(KEYS)
