@@ -21,6 +21,7 @@ from kvtier.client import EngineClient, Pages
 from kvtier.types import Layout
 from kvtier_vllm import weights
 from kvtier_vllm.checks import refuse_unserved, require_recompute
+from kvtier_vllm.event_source import Endpoints, endpoints_of
 from kvtier_vllm.identity import weights_identity
 from kvtier_vllm.layout import block_rows, kv_dtype, layer_order, layout_of
 from kvtier_vllm.metadata import Handshake, StepOrders, StepReport
@@ -69,6 +70,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._make_client,
                 loads=self._kv_transfer_config.is_kv_consumer,
                 saves=self._kv_transfer_config.is_kv_producer,
+                events=_followed_events(vllm_config),
             )
         else:
             weights.install_hooks()
@@ -245,6 +247,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool:
         """Start a new generation."""
         return self.scheduler.reset_cache()
+
+
+def _followed_events(vllm_config: VllmConfig) -> Endpoints | None:
+    events = endpoints_of(vllm_config)
+    if isinstance(events, str):
+        logger.warning("kvtier: the node is not told what the engine's own memory has: %s", events)
+        return None
+    return events
 
 
 def _cpu_isa(layer: Any) -> str:

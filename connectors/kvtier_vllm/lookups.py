@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -46,6 +46,10 @@ class LookupClient(Protocol):
     ) -> Offer: ...
 
     def release_hold(self, request_id: str) -> None: ...  # noqa: D102
+
+    def report_resident(  # noqa: D102
+        self, added: Sequence[Key], removed: Sequence[Key] = (), *, clear: bool = False
+    ) -> str | None: ...
 
     def close(self) -> None: ...  # noqa: D102
 

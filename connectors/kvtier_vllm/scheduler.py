@@ -24,6 +24,8 @@ from typing import Any
 from kvtier.types import Layout
 from kvtier_vllm.checks import beyond_tokens
 from kvtier_vllm.eras import Eras
+from kvtier_vllm.event_source import Endpoints, EventSource
+from kvtier_vllm.follower import Follower
 from kvtier_vllm.lookups import (
     RENEW_AFTER_S,
     STALE_AFTER_S,
@@ -114,6 +116,8 @@ class SchedulerSide:
         Blocks of the engine's own cache.
     make_client
         Makes the client once the layout is known.
+    events
+        Where the engine's KV events can be followed; None where it publishes none.
     """
 
     def __init__(
@@ -126,6 +130,7 @@ class SchedulerSide:
         *,
         loads: bool = True,
         saves: bool = True,
+        events: Endpoints | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = Counters()
@@ -137,6 +142,10 @@ class SchedulerSide:
         self._loads, self._saves = loads, saves
         self._clock = clock
         self._lookups: Lookups | None = None
+        self._num_blocks = num_blocks
+        self._events = events
+        self.follower: Follower | None = None
+        self._followed = (-1, False)
         self._handshake: Handshake | None = None
         self._block_tokens = 1
         self._kv_cache_manager: Any = None
@@ -159,6 +168,13 @@ class SchedulerSide:
         self._block_tokens = handshake.layout.block_tokens
         client = self._make_client(handshake.layout)
         self._lookups = Lookups(client, self._settings, self._engine_id, self._clock, self.prefill)
+        if self._events is not None:
+            events = self._events
+            self.follower = Follower(
+                lambda: EventSource(events), client, self._block_tokens, self._num_blocks
+            )
+            self._guide_follower()
+            self.follower.start()
 
     def on_new_request(self, request: Any) -> None:
         """Start the lookup of a request, if kvtier can do anything for it."""
@@ -166,7 +182,7 @@ class SchedulerSide:
         if reason:
             self._bypass(reason)
             return
-        self.eras.try_to_serve(self._kv_cache_manager)
+        self._try_to_serve()
         blocks = request.num_prompt_tokens // self._block_tokens
         if self._handshake is None or not self.eras.serving or blocks == 0:
             return
@@ -246,7 +262,7 @@ class SchedulerSide:
                 self.prefill.note(step)
             if report.weights is not None:
                 self.eras.adopt(report.weights)
-        self.eras.try_to_serve(self._kv_cache_manager)
+        self._try_to_serve()
 
     def finished(self, request: Any) -> bool:
         """The request is over; True: retain its blocks until `finished_sending` names it."""
@@ -274,15 +290,33 @@ class SchedulerSide:
     def reset_cache(self) -> bool:
         """Nothing cached so far is used by this engine again."""
         self.eras.reset()
-        self.eras.try_to_serve(self._kv_cache_manager)
+        self._try_to_serve()
         return True
 
     def close(self) -> None:
         """End the lookups, bounded by their deadline, and say how many requests were bypassed, and why."""
         for reason, count in self.counters.bypassed.items():
             logger.info("kvtier: %d requests with %s were not cached", count, reason)
+        if self.follower is not None:
+            self.follower.close()
         if self._lookups is not None:
             self._lookups.close()
+
+    # -- eras -----------------------------------------------------------------------------------------
+
+    def _try_to_serve(self) -> None:
+        self.eras.try_to_serve(self._kv_cache_manager)
+        if self.follower is not None:
+            self._guide_follower()
+
+    def _guide_follower(self) -> None:
+        """Tell it when the era changes: the engine empties its own cache before it serves a new one."""
+        now = (self.eras.number, self.eras.serving)
+        if self.follower is None or self._handshake is None or now == self._followed:
+            return
+        self._followed = now
+        root = self.eras.namespace(self._handshake, None).root() if self.eras.serving else None
+        self.follower.serve(root)
 
     # -- offers ---------------------------------------------------------------------------------------
 

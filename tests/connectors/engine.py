@@ -162,9 +162,11 @@ class Commands:
 
     def start(self, options: dict[str, Any]) -> None:
         from vllm import LLM
-        from vllm.config import KVTransferConfig
+        from vllm.config import KVEventsConfig, KVTransferConfig
 
         transfer = options.pop("kv_transfer_config")
+        if "kv_events_config" in options:
+            options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
         self.llm = LLM(**options, kv_transfer_config=KVTransferConfig(**transfer))
 
     def _sampling(self, max_tokens: int) -> Any:
@@ -237,6 +239,27 @@ class Commands:
             "block_compute_s": side.prefill.block_compute_s(BLOCK_TOKENS),
             "recompute": self.scheduler.recompute_kv_load_failures,
         }
+
+    def keys(self, prompt: list[int]) -> list[str]:
+        """Of a prompt's whole blocks, as the engine asks for them now, in hex."""
+        from kvtier.types import chain_keys
+
+        side = self.scheduler.connector.scheduler
+        root = side.eras.namespace(side._handshake, None).root()
+        return [key.hex() for key in chain_keys(root, prompt, BLOCK_TOKENS)]
+
+    def own_cache(self) -> int:
+        """Different blocks that the engine itself could use again."""
+        return len(self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
+
+    def followed(self) -> dict[str, Any] | None:
+        """What was done with the engine's KV events, None where it publishes none."""
+        from dataclasses import asdict
+
+        follower = self.scheduler.connector.scheduler.follower
+        if follower is None:
+            return None
+        return asdict(follower.reporter.counters) | {"unknown": follower.residents.unknown}
 
     def rpc(self, method: str, args: list[Any]) -> None:
         self.llm.collective_rpc(method, args=tuple(args))
