@@ -5,8 +5,9 @@ Version 1. All keys begin with the prefix, a colon and the version, then a hash 
 ``PREFIX:1{TAG}`` + the first 16 bytes of the block's key + its shard (u16)
     The block's locations: entries of 20 bytes, the one renewed last at the end. TAG is one of 64, chosen
     by the key's first byte; half of a key's 32 bytes name it here, since the owner checks the whole.
-    With the highest bit of the shard set it lists who has the block in HBM, which is apart: whoever wants to
-    load blocks never reads it, and it takes no place of theirs.
+``PREFIX:1{TAG}`` + the first 11 bytes of the block's key + its shard (u16)
+    Who has the block in HBM, likewise. That is apart: whoever wants to load blocks never reads it, and it
+    takes no place of theirs. Eleven bytes do, since nobody loads by it, and keep a lone location below 100.
 ``PREFIX:1{nodes}:owner:NODE``
     ``INCARNATION INSTANCE``: the life that holds the identity; stays for ever.
 ``PREFIX:1{nodes}:node:NODE``
@@ -46,10 +47,10 @@ _TAG_CHARS: Final = (
 )
 TAGS: Final = tuple(_TAG_CHARS[at : at + 2] for at in range(0, 128, 2))
 NODES_TAG: Final = "nodes"
+_KEY_BYTES: Final = 16
+_HBM_KEY_BYTES: Final = 11
 _ENTRY: Final = struct.Struct("<16sI")
 _SHARDS: Final = tuple(struct.pack("<H", shard) for shard in range(MAX_SHARDS))
-_IN_HBM: Final = 0x8000
-_HBM_SHARDS: Final = tuple(struct.pack("<H", shard | _IN_HBM) for shard in range(MAX_SHARDS))
 _TIERS: Final = frozenset(int(tier) for tier in TierKind)
 _NODE: Final = re.compile(r"[0-9a-f]{32}")
 _INSTANCE: Final = re.compile(r"[0-9A-Za-z]{1,64}")
@@ -67,8 +68,8 @@ class Keys:
 
     def blocks(self, blocks: Iterable[BlockId], *, in_hbm: bool = False) -> list[bytes]:
         """The keys of blocks, in order; `in_hbm`: those of the lists of who has them in HBM."""
-        heads, shards = self.heads, _HBM_SHARDS if in_hbm else _SHARDS
-        return [heads[key[0] & 63] + key[:16] + shards[shard] for key, shard in blocks]
+        heads, shards, size = self.heads, _SHARDS, _HBM_KEY_BYTES if in_hbm else _KEY_BYTES
+        return [heads[key[0] & 63] + key[:size] + shards[shard] for key, shard in blocks]
 
     def one_of_each_tag(self) -> list[bytes]:
         """Keys that lie everywhere in a Cluster, of blocks that nobody has."""

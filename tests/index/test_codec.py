@@ -23,7 +23,7 @@ def test_a_key_is_what_it_always_was() -> None:
     block = BlockId(bytes(range(1, 33)), 0x0102)
     assert Keys("kvtier").blocks([block]) == [b"kvtier:1{6q}" + bytes(range(1, 17)) + b"\x02\x01"]
     in_hbm = Keys("kvtier").blocks([block], in_hbm=True)
-    assert in_hbm == [b"kvtier:1{6q}" + bytes(range(1, 17)) + b"\x02\x81"], "no shard is so large"
+    assert in_hbm == [b"kvtier:1{6q}" + bytes(range(1, 12)) + b"\x02\x01"], "no name of both lists"
     node = "0" * 32
     assert Keys("p").node(node) == [
         b"p:1{nodes}:owner:" + node.encode(),
