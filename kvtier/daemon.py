@@ -186,10 +186,16 @@ async def run_daemon(
         loop.add_signal_handler(number, stopping.set)
     daemon = Daemon(config, on_progress)
     try:
-        if await _unless(stopping, asyncio.create_task(daemon.start())):
-            # What exists now lives as long as the process: no collection has to walk it again.
-            gc.collect()
+        # What a start makes lives as long as the process, a hundred thousand blocks of an earlier life
+        # perhaps: no collection walks it, neither now nor later.
+        gc.collect()
+        gc.disable()
+        try:
+            is_started = await _unless(stopping, asyncio.create_task(daemon.start()))
             gc.freeze()
+        finally:
+            gc.enable()
+        if is_started:
             if on_ready is not None:
                 on_ready(daemon)
             await _serve(daemon, stopping)
