@@ -490,6 +490,15 @@ class Config(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        if self.peer_port > 0 and self.peer_port == self.metrics_port:
+            raise ValueError(
+                f"peer_port and metrics_port are both {self.peer_port}: give each a port of its own, or 0 "
+                "for any free one"
+            )
+        return self
+
     @field_validator("max_message_bytes")
     @classmethod
     def _bounded_messages(cls, value: int) -> int:

@@ -271,3 +271,10 @@ def test_a_policy_from_each_source(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_no_index_in_any_case() -> None:
     assert Config(index=" NONE ").has_no_index
     assert not Config(index="").has_no_index
+
+
+def test_two_services_on_one_port() -> None:
+    with pytest.raises(ConfigError, match="peer_port and metrics_port are both 9470"):
+        Config.load(peer_port=9470)
+    assert Config(peer_port=0, metrics_port=0).peer_port == 0
+    assert Config(peer_port=-1, metrics_port=-1).peer_port == -1

@@ -32,7 +32,7 @@ from kvtier.client import AdminClient
 from kvtier.config import Config
 from kvtier.errors import DeadlineExceeded, KvtierError, ResourceShortage
 from kvtier.identity import node_id_of, refuse_owned
-from kvtier.liveness import check_run_dir
+from kvtier.liveness import check_run_dir, check_socket_place
 from kvtier.metrics import Metrics, MetricsServer
 from kvtier.types import TierKind
 from kvtier.v1 import admin_pb2 as pb
@@ -248,6 +248,7 @@ def _run_dir(config: Config, running: pb.GetStatusResponse | None) -> Finding:
     try:
         check_run_dir(config.run_dir)
         if running is None:
+            check_socket_place(config.socket, config.run_dir)
             is_stale_socket(config.socket)
     except KvtierError as error:
         return _refused(f"run_dir {config.run_dir}", error, "KVTIER_RUN_DIR")
