@@ -139,7 +139,7 @@ def _check_types(what: str, data: Any) -> None:
     """Raise `InvalidRequest` where a field is of another type: text and bytes, or 1 and 1.0, may look alike
     in a key but are not the same.
     """
-    kinds = _types_of(type(data))
+    kinds = _types_of(data.__class__)
     for spec in fields(data):
         value, kind = getattr(data, spec.name), kinds[spec.name]
         if not isinstance(value, kind) or isinstance(value, bool):
