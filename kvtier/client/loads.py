@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from kvtier.client.admin import new_call_id
-from kvtier.client.copies import BEGIN_BEFORE_BYTES, checksum, groups
+from kvtier.client.copies import BEGIN_BEFORE_BYTES, SlotMemory, checksum, groups
+from kvtier.client.device import DeviceMapping
 from kvtier.client.mapping import ArenaMapping
 from kvtier.client.pages import Pages
 from kvtier.client.parallel import Workers
@@ -22,8 +24,29 @@ from kvtier.errors import KvtierError, TierFault
 from kvtier.types import CHECKSUM_SIZE_BYTES, Key, pack_keys, sampled
 from kvtier.v1 import engine_pb2 as pb
 
+NO_SLOT: Final = 2**64 - 1
+"""In place of the offset of a copy where a block has none in device memory."""
 RELEASE_TIMEOUT_S: Final = 0.05
 """A release may take so long even where the copy has used up the budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """Slots that a message names; `in_device` says which of them lie in device memory (empty: none)."""
+
+    offsets: list[int]
+    in_device: list[bool]
+
+    def parts(self, begin: int, end: int) -> Iterator[tuple[int, int, bool]]:
+        """Maximal runs within ``[begin, end)`` that lie in one memory."""
+        if not self.in_device:
+            yield begin, end, False
+            return
+        at = begin
+        for i in range(begin + 1, end + 1):
+            if i == end or self.in_device[i] != self.in_device[at]:
+                yield at, i, self.in_device[at]
+                at = i
 
 
 class LoadRun:
@@ -34,7 +57,9 @@ class LoadRun:
     reason
         After `run`: why not all keys were loaded.
     corrupt
-        After `run`: how many blocks did not have their checksum.
+        After `run`: the blocks that did not have their checksum.
+    from_device
+        After `run`: how many blocks were copied from device memory.
     """
 
     def __init__(
@@ -51,9 +76,11 @@ class LoadRun:
     ) -> None:
         self.reason = ""
         self.corrupt: list[Key] = []
+        self.from_device = 0
         self._link = link
         self._session = session
         self._arena = arena
+        self._device: DeviceMapping | None = None
         self._pages = pages
         self._keys = keys
         self._ids = block_ids
@@ -104,8 +131,8 @@ class LoadRun:
         with contextlib.closing(stream):
             for message in stream:
                 self._link.answered()
-                offsets = self._accept(message)
-                goes_on = not offsets or self._copy(offsets, message.checksums, deadline)
+                slots = self._accept(message)
+                goes_on = not slots.offsets or self._copy(slots, message.checksums, deadline)
                 if self._received == len(self._keys):
                     # All is here. Take the status, so that leaving does not look like a cancelled call.
                     with contextlib.suppress(KvtierError):
@@ -114,11 +141,12 @@ class LoadRun:
                 if not goes_on:
                     return
 
-    def _accept(self, message: pb.LoadResponse) -> list[int]:
+    def _accept(self, message: pb.LoadResponse) -> _Named:
         """The slots of a message that is what it has to be; raises `TierFault` before anything is touched."""
         count = len(message.slots) // 8
         if (
             len(message.slots) != 8 * count
+            or len(message.copies) not in (0, 8 * count)
             or len(message.checksums) != CHECKSUM_SIZE_BYTES * count
             or message.first != self._received
             or self._received + count > len(self._keys)
@@ -130,21 +158,48 @@ class LoadRun:
         offsets: list[int] = np.frombuffer(message.slots, "<u8").tolist()
         self._link.check_slots(self._session, self._arena, offsets)
         self._received += count
-        return offsets
+        return self._prefer_copies(offsets, message.copies)
 
-    def _copy(self, offsets: list[int], checksums: bytes, deadline: Deadline) -> bool:
+    def _prefer_copies(self, offsets: list[int], packed: bytes) -> _Named:
+        """The slots in device memory where there are some, and it can be mapped and is near the pages."""
+        device = self._session.device(self._pages.copier.device) if packed else None
+        if device is None:
+            return _Named(offsets, [])
+        copies: list[int] = np.frombuffer(packed, "<u8").tolist()
+        in_device = [copy != NO_SLOT for copy in copies]
+        if not device.check([copy for copy in copies if copy != NO_SLOT], self._session.slot_bytes):
+            raise TierFault(
+                f"the node names slots outside the {device.size_bytes} bytes of its device memory, or "
+                "overlapping ones: nothing was touched; restart the daemon"
+            )
+        self._device = device
+        both = zip(offsets, copies, in_device, strict=True)
+        return _Named([copy if is_there else slot for slot, copy, is_there in both], in_device)
+
+    def _memory(self, in_device: bool) -> SlotMemory:
+        if not in_device:
+            return self._arena
+        assert self._device is not None
+        return self._device
+
+    def _copy(self, slots: _Named, checksums: bytes, deadline: Deadline) -> bool:
         """Copy a message's blocks; False where the load ends here."""
         first = self._copied
         block_bytes = self._pages.layout.block_bytes
         copier = self._pages.copier
+        offsets = slots.offsets
 
         def copy(begin: int, end: int) -> int:
             """Returns how many are good."""
-            copier.to_pages(self._arena, offsets[begin:end], self._ids[first + begin : first + end])
+            for at, until, in_device in slots.parts(begin, end):
+                memory = self._memory(in_device)
+                copier.to_pages(memory, offsets[at:until], self._ids[first + at : first + until])
             for i in range(begin, end):
                 if (
                     first + i in self._verified
-                    and checksum(self._arena, offsets[i], block_bytes)
+                    and checksum(
+                        self._memory(bool(slots.in_device) and slots.in_device[i]), offsets[i], block_bytes
+                    )
                     != checksums[CHECKSUM_SIZE_BYTES * i : CHECKSUM_SIZE_BYTES * (i + 1)]
                 ):
                     self.corrupt.append(self._keys[first + i])
@@ -161,6 +216,7 @@ class LoadRun:
                 self._release_call = self._link.begin("Release", self._call_timeout_s)
             for (begin, end), good in zip(wave, self._workers.map(copy, wave), strict=True):
                 self._copied += good
+                self.from_device += sum(slots.in_device[begin : begin + good])
                 if good < end - begin:
                     self.reason = CORRUPT
                     return False

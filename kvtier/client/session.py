@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from kvtier.client import forks
 from kvtier.client.admin import new_call_id
+from kvtier.client.device import DeviceMapping, kind_of
 from kvtier.client.liveness import EngineLock
 from kvtier.client.mapping import ArenaMapping, slots_at
 from kvtier.client.stub import Begun, Deadline, Wire
@@ -74,6 +75,8 @@ class Session:
         self._engine_lock = lock
         self._guard = threading.Lock()
         self._arena: ArenaMapping | None = None
+        self._device: DeviceMapping | None = None
+        self._device_failed = False
 
     def arena(self) -> ArenaMapping:
         """The node's arena, mapped on first use: a process that only looks up maps nothing."""
@@ -84,6 +87,25 @@ class Session:
                 arena = self._reply.arena
                 self._arena = ArenaMapping(arena.path, arena.size_bytes, arena.allocated_bytes)
             return self._arena
+
+    def device(self, kind: str) -> DeviceMapping | None:
+        """The node's device memory, mapped on first use, from inside the arena's `use`.
+
+        None where it has none of this kind, or none that can be mapped here, which is tried once.
+        """
+        with self._guard:
+            memory = self._reply.device_memory
+            if self._device is None and self._arena is not None and not self._device_failed:
+                if not memory.handle or kind_of(memory.device) != kind:
+                    return None
+                try:
+                    self._device = DeviceMapping(memory.handle, memory.size_bytes)
+                except (KvtierError, ImportError) as error:
+                    self._device_failed = True
+                    logger.warning("kvtier: blocks come from the arena: %s", error)
+                    return None
+                self._arena.before_unmap(self._device.close)
+            return self._device
 
     @property
     def mapped(self) -> ArenaMapping | None:
@@ -156,12 +178,15 @@ class Abandoned:
 class Link:
     """Keeps one session to the node of `socket_path`. Thread-safe; opens nothing before the first call."""
 
-    def __init__(self, socket_path: str, layout: Layout, description: str) -> None:
+    def __init__(
+        self, socket_path: str, layout: Layout, description: str, *, device_memory: bool = False
+    ) -> None:
         self.wire = Wire(socket_path)
         self.registrations = 0
         self._run_dir = Path(socket_path).absolute().parent
         self._layout = layout
         self._description = description
+        self._maps_device_memory = device_memory
         self._is_closed = False
         self._reset()
         forks.watch(self)
@@ -421,6 +446,7 @@ class Link:
             ),
             fingerprint=layout.fingerprint(),
             description=self._description,
+            maps_device_memory=self._maps_device_memory,
         )
         return self.wire.call("Register", request, PROBE_TIMEOUT_S)  # type: ignore[no-any-return]
 

@@ -27,6 +27,8 @@ DISK: Final = 1 << 20
 """Arena of the last tier, which no restart empties."""
 FAR: Final = DISK + 1
 """Arena of far memory, which every restart empties."""
+DEVICE: Final = DISK + 2
+"""Arena of device memory, which has second copies, and which every restart empties."""
 
 
 class Violation(AssertionError):
@@ -86,12 +88,14 @@ class SimulatedNode:
         below: TierSpec | None = None,
         far: TierSpec | None = None,
         policy: str = "lru",
+        device: TierSpec | None = None,
     ) -> None:
         self.rng = rng
         self.config = config
         self.tier = tier
         self.below = below
         self.far = far
+        self.device = device
         self.policy = policy
         self.incarnation = 0
         self.arenas: dict[int, list[Token]] = {}
@@ -111,7 +115,7 @@ class SimulatedNode:
         """
         self.incarnation += 1
         self.daemon = object()
-        self.writers = {page: writer for page, writer in self.writers.items() if page[0] not in (DISK, FAR)}
+        self.writers = {page: writer for page, writer in self.writers.items() if page[0] < DISK}
         self.readings.clear()
         self.is_told_down = False
         whole = self.tier.capacity_bytes // self.tier.extent_bytes
@@ -120,7 +124,9 @@ class SimulatedNode:
         self.arenas[self.incarnation] = ["empty"] * (self.tier.capacity_bytes // PAGE_SIZE_BYTES)
         if self.incarnation > 1 and self.rng.random() < 0.5:
             self.arenas[self.incarnation - 1][:] = ["punched"] * len(self.arenas[self.incarnation - 1])
-        tiers = [its for its in (tier, self.below, self.far) if its is not None]
+        tiers = [its for its in (tier, self.below, self.far, self.device) if its is not None]
+        if self.device is not None:
+            self.arenas[DEVICE] = ["empty"] * (self.device.capacity_bytes // PAGE_SIZE_BYTES)
         if self.far is not None:
             self.arenas[FAR] = ["empty"] * (self.far.capacity_bytes // PAGE_SIZE_BYTES)
         self.core = CacheCore(self.config, tiers, POLICIES[self.policy], seed=self.incarnation)
@@ -252,6 +258,8 @@ class SimulatedNode:
             case m.Release(), m.Released():
                 if event.lease is not None:
                     self.leases.pop(event.lease, None)
+                if self.device is not None:
+                    self._suspect({BlockId(key, event.shard) for key in event.corrupt_keys})
                 if event.request is not None:
                     self.holds.pop(event.request, None)
             case m.Reserve(), m.Reserved():
@@ -275,8 +283,19 @@ class SimulatedNode:
                 raise Violation(f"{len(asked)} blocks were held, {len(reply.slots)} are here")
         if reply.lease and reply.lease not in self.leases:
             blocks = [BlockId(key, event.shard) for key in event.keys[: len(reply.slots)]]
-            pages = {page for slot in reply.slots for page in pages_of(slot)}
+            copies = [copy for copy in reply.copies if copy is not None]
+            self._count("told copies", len(copies))
+            pages = {page for slot in (*reply.slots, *copies) for page in pages_of(slot)}
             self.leases[reply.lease] = LiveLease(event.engine, blocks, pages, now_s + reply.lease_ttl_s)
+
+    def _suspect(self, blocks: set[BlockId]) -> None:
+        """Copies of these are given up, and whoever was told of them is told that it read nothing."""
+        self._count("suspected", len(blocks))
+        self.leases = {
+            id: lease
+            for id, lease in self.leases.items()
+            if blocks.isdisjoint(lease.blocks) or all(page[0] != DEVICE for page in lease.pages)
+        }
 
     def _ready(self, ready: m.Ready) -> None:
         """More of a lease has come: it is protected like the rest."""
@@ -350,6 +369,8 @@ class SimulatedNode:
             number = DISK
         if self.far is not None and self.rng.random() < 0.3:
             number = FAR
+        if self.device is not None and self.rng.random() < 0.3:
+            number = DEVICE
         arena = self.arenas[number]
         full = [i for i, token in enumerate(arena) if isinstance(token, tuple)]
         if full:
@@ -396,7 +417,7 @@ class SimulatedNode:
                     raise Violation(f"{getattr(tier, f'{state}_bytes')} {state} bytes are left at the end")
         if stats.engines or stats.holds or stats.leases or stats.pins:
             raise Violation("engines, holds, leases or pins are left at the end")
-        for residency in (self.core.residency, *self.core.lower):
+        for residency in self.core.residencies:
             for tier_map in residency.tiers.values():
                 if len(tier_map.free_extents) != len(tier_map.extents):
                     raise Violation("an extent was not given back")

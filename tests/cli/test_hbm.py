@@ -48,3 +48,8 @@ def test_the_probe_has_a_line_for_each() -> None:
     assert names[0] == "cuda"
     assert names[-1] == "hbm"
     assert "gds" in names
+
+
+def test_the_configured_device_is_the_one_that_is_tried() -> None:
+    (found,) = (each for each in check._probe("gpu", arguments=["cpu"]) if each["name"] == "hbm")
+    assert (found["state"], found["why"][:4]) == (OK, "cpu:")
