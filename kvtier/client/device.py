@@ -29,22 +29,35 @@ class DeviceMapping:
     address
         Where it begins: a pointer of this process on ``cpu``, of the device on ``cuda``.
 
+    Parameters
+    ----------
+    handle, size_bytes
+        As the node said when this engine registered.
+    kind
+        What it has to be: the address of another kind must not be touched as one of this kind.
+
     Raises
     ------
     Unavailable
         It cannot be mapped here; says why.
     """
 
-    def __init__(self, handle: bytes, size_bytes: int) -> None:
+    def __init__(self, handle: bytes, size_bytes: int, kind: str) -> None:
         from kvtier.tiers.device import import_slab
 
-        self._slab = import_slab(handle)
+        try:
+            self._slab = import_slab(handle)
+        except KvtierError:
+            raise
+        except Exception as error:  # whatever drivers, their bindings, and a handle that is none raise
+            raise Unavailable(f"the node's device memory cannot be mapped here ({error!r})") from error
         self.size_bytes = self._slab.size_bytes
         self.address = self._slab.address
-        if self.size_bytes != size_bytes:
+        if (self._slab.kind, self.size_bytes) != (kind, size_bytes):
             self.close()
             raise Unavailable(
-                f"the node's device memory has {self.size_bytes} bytes, not {size_bytes}: restart it"
+                f"the node's device memory is {self.size_bytes} bytes of {self._slab.kind}, "
+                f"not {size_bytes} of {kind}: restart it"
             )
 
     def check(self, offsets: Sequence[int], slot_bytes: int) -> bool:
@@ -64,8 +77,8 @@ class DeviceMapping:
         return self._slab.tensor()
 
     def close(self) -> None:
-        """Unmap it; idempotent."""
+        """Unmap it; idempotent. Raises nothing: the arena is unmapped next."""
         try:
             self._slab.close()
-        except KvtierError as error:
+        except Exception as error:
             logger.warning("kvtier: the node's device memory cannot be unmapped: %s", error)

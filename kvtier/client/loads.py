@@ -30,22 +30,37 @@ RELEASE_TIMEOUT_S: Final = 0.05
 """A release may take so long even where the copy has used up the budget."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Named:
-    """Slots that a message names; `in_device` says which of them lie in device memory (empty: none)."""
+    """Slots of the arena that a message names, and copies to read instead (empty: none; `NO_SLOT`: not one).
+
+    Threads that copy change `copies` in groups of their own only.
+    """
 
     offsets: list[int]
-    in_device: list[bool]
+    copies: list[int]
+
+    def is_copy(self, index: int) -> bool:
+        """Whether this block is read from device memory."""
+        return bool(self.copies) and self.copies[index] != NO_SLOT
+
+    def count_copies(self, begin: int, end: int) -> int:
+        """How many of ``[begin, end)`` are."""
+        return sum(self.is_copy(i) for i in range(begin, end)) if self.copies else 0
+
+    def leave_copies(self, begin: int, end: int) -> None:
+        """Read ``[begin, end)`` from the arena: the lease is of both."""
+        self.copies[begin:end] = [NO_SLOT] * (end - begin)
 
     def parts(self, begin: int, end: int) -> Iterator[tuple[int, int, bool]]:
-        """Maximal runs within ``[begin, end)`` that lie in one memory."""
-        if not self.in_device:
+        """Maximal runs within ``[begin, end)`` that lie in one memory, and whether that is the device's."""
+        if not self.copies:
             yield begin, end, False
             return
         at = begin
         for i in range(begin + 1, end + 1):
-            if i == end or self.in_device[i] != self.in_device[at]:
-                yield at, i, self.in_device[at]
+            if i == end or self.is_copy(i) != self.is_copy(at):
+                yield at, i, self.is_copy(at)
                 at = i
 
 
@@ -166,47 +181,38 @@ class LoadRun:
         if device is None:
             return _Named(offsets, [])
         copies: list[int] = np.frombuffer(packed, "<u8").tolist()
-        in_device = [copy != NO_SLOT for copy in copies]
         if not device.check([copy for copy in copies if copy != NO_SLOT], self._session.slot_bytes):
             raise TierFault(
                 f"the node names slots outside the {device.size_bytes} bytes of its device memory, or "
                 "overlapping ones: nothing was touched; restart the daemon"
             )
         self._device = device
-        both = zip(offsets, copies, in_device, strict=True)
-        return _Named([copy if is_there else slot for slot, copy, is_there in both], in_device)
+        return _Named(offsets, copies)
 
-    def _memory(self, in_device: bool) -> SlotMemory:
-        if not in_device:
-            return self._arena
+    def _place(self, slots: _Named, index: int) -> tuple[SlotMemory, int]:
+        """Where this block is read."""
+        if not slots.is_copy(index):
+            return self._arena, slots.offsets[index]
         assert self._device is not None
-        return self._device
+        return self._device, slots.copies[index]
 
     def _copy(self, slots: _Named, checksums: bytes, deadline: Deadline) -> bool:
         """Copy a message's blocks; False where the load ends here."""
         first = self._copied
         block_bytes = self._pages.layout.block_bytes
-        copier = self._pages.copier
-        offsets = slots.offsets
 
         def copy(begin: int, end: int) -> int:
             """Returns how many are good."""
-            for at, until, in_device in slots.parts(begin, end):
-                memory = self._memory(in_device)
-                copier.to_pages(memory, offsets[at:until], self._ids[first + at : first + until])
-            for i in range(begin, end):
-                if (
-                    first + i in self._verified
-                    and checksum(
-                        self._memory(bool(slots.in_device) and slots.in_device[i]), offsets[i], block_bytes
-                    )
-                    != checksums[CHECKSUM_SIZE_BYTES * i : CHECKSUM_SIZE_BYTES * (i + 1)]
-                ):
-                    self.corrupt.append(self._keys[first + i])
-                    return i - begin
-            return end - begin
+            try:
+                return self._copy_group(slots, checksums, first, begin, end)
+            except TierFault as error:
+                if not slots.count_copies(begin, end):
+                    raise
+                self._session.give_device_up(error)
+                slots.leave_copies(begin, end)
+                return self._copy_group(slots, checksums, first, begin, end)
 
-        parts = list(groups(len(offsets), block_bytes, copier.load_group_bytes))
+        parts = list(groups(len(slots.offsets), block_bytes, self._pages.copier.load_group_bytes))
         for wave in self._workers.waves(parts):
             if deadline.is_over():
                 self.reason = BUDGET
@@ -216,11 +222,26 @@ class LoadRun:
                 self._release_call = self._link.begin("Release", self._call_timeout_s)
             for (begin, end), good in zip(wave, self._workers.map(copy, wave), strict=True):
                 self._copied += good
-                self.from_device += sum(slots.in_device[begin : begin + good])
+                self.from_device += slots.count_copies(begin, begin + good)
                 if good < end - begin:
                     self.reason = CORRUPT
                     return False
         return True
+
+    def _copy_group(self, slots: _Named, checksums: bytes, first: int, begin: int, end: int) -> int:
+        """Copy ``[begin, end)`` of a message whose first block is the load's `first`; how many are good."""
+        for at, until, is_copy in slots.parts(begin, end):
+            memory, _ = self._place(slots, at)
+            offsets = (slots.copies if is_copy else slots.offsets)[at:until]
+            self._pages.copier.to_pages(memory, offsets, self._ids[first + at : first + until])
+        for i in range(begin, end):
+            if first + i not in self._verified:
+                continue
+            found = checksum(*self._place(slots, i), self._pages.layout.block_bytes)
+            if found != checksums[CHECKSUM_SIZE_BYTES * i : CHECKSUM_SIZE_BYTES * (i + 1)]:
+                self.corrupt.append(self._keys[first + i])
+                return i - begin
+        return end - begin
 
     def _release(self, shard: int, deadline: Deadline) -> bool:
         request = pb.ReleaseRequest(

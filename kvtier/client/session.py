@@ -91,21 +91,30 @@ class Session:
     def device(self, kind: str) -> DeviceMapping | None:
         """The node's device memory, mapped on first use, from inside the arena's `use`.
 
-        None where it has none of this kind, or none that can be mapped here, which is tried once.
+        None where it has none of this kind, or none that can be read here, which is tried once.
         """
         with self._guard:
             memory = self._reply.device_memory
-            if self._device is None and self._arena is not None and not self._device_failed:
-                if not memory.handle or kind_of(memory.device) != kind:
-                    return None
+            if self._device_failed or self._arena is None or kind_of(memory.device) != kind:
+                return None
+            if self._device is None and memory.handle:
                 try:
-                    self._device = DeviceMapping(memory.handle, memory.size_bytes)
-                except (KvtierError, ImportError) as error:
-                    self._device_failed = True
-                    logger.warning("kvtier: blocks come from the arena: %s", error)
+                    self._device = DeviceMapping(memory.handle, memory.size_bytes, kind)
+                except KvtierError as error:
+                    self._give_device_up(error)
                     return None
                 self._arena.before_unmap(self._device.close)
             return self._device
+
+    def give_device_up(self, error: KvtierError) -> None:
+        """It is mapped, but cannot be copied from: it stays so with the arena, and is not read any more."""
+        with self._guard:
+            if not self._device_failed:
+                self._give_device_up(error)
+
+    def _give_device_up(self, error: KvtierError) -> None:
+        self._device_failed = True
+        logger.warning("kvtier: the node's device memory is not read here, but its arena: %s", error)
 
     @property
     def mapped(self) -> ArenaMapping | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ import grpc
 import numpy as np
 import pytest
 
+from kvtier.client.copies import CpuCopier, SlotMemory
+from kvtier.client.device import DeviceMapping
+from kvtier.errors import TierFault, Unavailable
 from kvtier.tiers import device as devices
 from kvtier.types import PAGE_SIZE_BYTES
 from kvtier.v1 import engine_pb2 as pb
@@ -294,6 +297,8 @@ def test_copies_outside_device_memory_touch_nothing(
         pb.DeviceMemory(device="cpu", handle=b"{}", size_bytes=MIB),
         pb.DeviceMemory(device="cuda:0", handle=b'{"kind": "cuda"}', size_bytes=MIB),
         pb.DeviceMemory(device="cpu", handle=b"x" * (1 << 20), size_bytes=MIB),
+        pb.DeviceMemory(device="cpu", handle=b"[" * 4000, size_bytes=MIB),
+        pb.DeviceMemory(device="cpu", handle=b'{"kind": "cpu", "size_bytes": Infinity}', size_bytes=MIB),
     ],
 )
 def test_device_memory_that_cannot_be_mapped_leaves_the_arena(
@@ -312,4 +317,36 @@ def test_device_memory_of_another_size_than_said_is_not_used(
     hostile.registration.device_memory.size_bytes = 2 * MIB
     hostile.loads = [load(copies=offsets(*GOOD))]
     assert engine.client.load("a", KEYS, engine.pages, range(4)).loaded == 4
+    assert engine.client.stats().device_blocks == 0
+
+
+def test_memory_of_another_kind_than_the_pages_is_not_touched(slab: devices.Slab) -> None:
+    with pytest.raises(Unavailable, match="not 1048576 of cuda"):
+        DeviceMapping(slab.handle(), MIB, "cuda")
+
+
+class NoWayFromTheDevice(CpuCopier):
+    """Pages to which nothing can be copied from device memory, as between GPUs without mutual access."""
+
+    tried = 0
+
+    def to_pages(self, memory: SlotMemory, offsets: Sequence[int], ids: Sequence[int]) -> None:
+        if isinstance(memory, DeviceMapping):
+            self.tried += 1
+            raise TierFault("no access")
+        super().to_pages(memory, offsets, ids)
+
+
+def test_device_memory_that_cannot_be_copied_from_leaves_the_arena(
+    hostile: Hostile, engine: Engine, slab: devices.Slab
+) -> None:
+    hostile.loads = [load(copies=offsets(0, NO_SLOT, SLOT, NO_SLOT))]
+    known = engine.pages.copier
+    assert isinstance(known, CpuCopier)
+    copier = NoWayFromTheDevice(known._layout, known._bands)
+    engine.pages.copier = copier
+    for _ in range(2):
+        assert engine.client.load("a", KEYS, engine.pages, range(4)).loaded == 4
+        assert not (engine.memory == 0xEE).all(axis=-1).any()
+    assert copier.tried == 1, "once is enough"
     assert engine.client.stats().device_blocks == 0
