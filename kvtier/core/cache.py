@@ -365,11 +365,11 @@ class CacheCore:
 
     def _suspect_copies(self, copies: Copies, event: m.Release) -> None:
         """An engine has read wrong bytes, perhaps from copies: they go at once, and can be had anew."""
-        found = [copies.get(key, event.shard) for key in event.corrupt_keys]
+        found = [copies.get(key, event.shard) for key in dict.fromkeys(event.corrupt_keys)]
         wrong = [copy for copy in found if copy is not None and copy.state == RESIDENT]
-        for copy in wrong:
-            self.leases.copy_lost(copy)
-        copies.lose_wrong(wrong)
+        if wrong:
+            self.leases.copies_lost(wrong)
+            copies.lose_wrong(wrong)
 
     def _reserve(self, event: m.Reserve, now_s: float) -> list[m.Action]:
         engine = self.engines.speaking(event.engine, event.fingerprint)

@@ -235,10 +235,11 @@ class Leases(Holds):
             if block in lease.blocks:
                 self._void(lease)
 
-    def copy_lost(self, copy: Block) -> None:
-        """The same of a copy: whoever was told of it may have read wrong bytes, too."""
+    def copies_lost(self, copies: Sequence[Block]) -> None:
+        """The same of copies: whoever was told of one may have read wrong bytes, too."""
+        lost = set(copies)
         for lease in self.leases.values():
-            if lease.valid and copy in lease.copies:
+            if lease.valid and not lost.isdisjoint(lease.copies):
                 self._void(lease)
 
     def _void(self, lease: Lease) -> None:

@@ -21,6 +21,8 @@ from kvtier.core.residency import Residency
 
 MAX_WAITING: Final = 4096
 """Prefixes that wait to be copied; beyond it the one that waits longest is forgotten, until the next read."""
+MAX_TRIED: Final = 16
+"""Of these so many are looked at for one event, since each costs a walk to its prompt's beginning."""
 
 
 class Promotes(Demotes):
@@ -60,7 +62,9 @@ class Promotes(Demotes):
         started: list[m.Demote] = []
         if not self._is_due(now_s):
             return started
-        while self.waiting and len(self.running) < self._config.max_demotes:
+        for _ in range(MAX_TRIED):
+            if not self.waiting or len(self.running) >= self._config.max_demotes:
+                break
             entry = self._begin(first_id + len(started), now_s)
             if entry is not None:
                 self.running[entry.id] = entry

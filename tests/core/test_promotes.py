@@ -217,6 +217,16 @@ def test_a_copy_that_was_read_wrong_goes_and_whoever_reads_it_knows() -> None:
     assert use(w, keys).copies[2] is None
 
 
+def test_a_copy_that_is_called_wrong_twice_goes_once() -> None:
+    w = world()
+    keys = chain("a", 4)
+    w.store(keys)
+    copied(w, keys)
+    w.release(w.load(keys).lease, corrupt=[keys[2], keys[3], keys[2]])
+    assert in_device(w) == set(keys[:2])
+    assert device(w).wrong_blocks == 2
+
+
 def test_a_late_lease_on_a_lost_copy_ends_without_harm() -> None:
     w = world()
     keys = chain("a", 4)
@@ -316,3 +326,22 @@ def test_what_waits_is_bounded_and_forgotten_with_its_block(monkeypatch: pytest.
     assert [block.id.key for block in w.core.promotes.waiting] == [prompts[2][1]]
     w.tick(1.0)
     assert w.demote_all() == prompts[2]
+
+
+def test_one_event_tries_a_bounded_number_of_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotes, "MAX_TRIED", 2)
+    w = world(hbm=4, max_demotes=8)
+    prompts = [chain(name, 4) for name in "abcd"]
+    for keys in prompts:
+        w.store(keys)
+    reader = w.load(prompts[0])
+    for keys in prompts:
+        w.release(w.load(keys).lease)
+    assert w.core.promotes is not None
+    assert len(w.core.promotes.waiting) == 4
+    w.tick(1.0)
+    assert [record.block.key for record in w.demotes[0].records] == prompts[0], "there is room for one only"
+    assert len(w.core.promotes.waiting) == 2
+    w.tick(1.0)
+    assert not w.core.promotes.waiting
+    w.release(reader.lease)

@@ -54,7 +54,7 @@ def targets_of_promotes_go_back_on_a_timer(patch: pytest.MonkeyPatch) -> None:
 
 
 def leases_of_wrong_copies_stay_valid(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Leases, "copy_lost", lambda self, copy: None)
+    patch.setattr(Leases, "copies_lost", lambda self, copies: None)
 
 
 PLANTS: tuple[Plant, ...] = (
