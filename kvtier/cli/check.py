@@ -87,7 +87,7 @@ def check(
         ThreadPoolExecutor(max_workers=len(names) + _ASKED) as pool,
     ):
         progress(f"probing {', '.join(names)}")
-        arguments = {"gpu": [settings.hbm_device]}
+        arguments = {"gpu": [settings.hbm_device, str(settings.hbm_bytes)]}
         running = [pool.submit(_probe, name, arguments=arguments.get(name, [])) for name in names]
         asked = pool.submit(_index, settings)
         peers = pool.submit(peer_findings, settings, peer or ())
@@ -101,8 +101,8 @@ def check(
             found.append(own_finding(settings, is_running=is_running))
         found += peers.result()
         found += [each for future in running for each in future.result()]
-    for each in found:
-        each["needed"] = each["needed"] or (each["name"] == "hbm" and settings.hbm_bytes > 0)
+    for each in found:  # a running daemon has its device memory already
+        each["needed"] |= each["name"] == "hbm" and settings.hbm_bytes > 0 and not is_running
     ready = not any(each["state"] != OK and each["needed"] for each in found)
     if as_json:
         output.print_json({"ok": ready, "checks": found})

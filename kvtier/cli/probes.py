@@ -60,12 +60,12 @@ def nixl() -> list[Finding]:
     return found
 
 
-def gpu(device: str = "cuda:0") -> list[Finding]:
-    """CUDA's driver, what GPUDirect Storage is made of, and memory of `device` for the HBM tier."""
+def gpu(device: str = "cuda:0", wanted_bytes: str = "0") -> list[Finding]:
+    """CUDA's driver, what GPUDirect Storage is made of, and so much memory of `device` for the HBM tier."""
     cuda = _cuda()
     has_cuda = cuda["state"] == OK
     found = [cuda, *gds_findings(has_cuda)]
-    return [*found, *([gds_mode_finding()] if has_cuda else []), hbm_finding(device)]
+    return [*found, *([gds_mode_finding()] if has_cuda else []), hbm_finding(device, int(wanted_bytes))]
 
 
 def _cuda() -> Finding:
