@@ -48,12 +48,16 @@ def content(block: BlockId, page: int) -> Token:
 
 @dataclass(slots=True)
 class LiveLease:
-    """A lease that the core has given and that is valid as far as anybody outside can know."""
+    """A lease that the core has given and that is valid as far as anybody outside can know.
+
+    `copies`: those of its blocks that it was told a slot in device memory of, too.
+    """
 
     engine: str
     blocks: list[BlockId]
     pages: set[PageId]
     deadline_s: float
+    copies: set[BlockId]
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +136,7 @@ class SimulatedNode:
         self.core = CacheCore(self.config, tiers, POLICIES[self.policy], seed=self.incarnation)
         self.replies: dict[tuple[str, bytes], m.Action] = {}
         self.leases: dict[int, LiveLease] = {}
+        self.void: set[int] = set()  # leases of which the core has to say that they are not valid
         self.holds: dict[str, LiveHold] = {}
         self.fetches: dict[int, tuple[m.Fetch, int]] = {}
         self.demotes: dict[int, m.Demote] = {}
@@ -169,6 +174,7 @@ class SimulatedNode:
                 self._ready(action)
             else:
                 reply = action
+        self._ended(event, reply)
         for instruction in instructions:
             if isinstance(instruction, m.Lost):
                 self._lost(instruction)
@@ -234,10 +240,22 @@ class SimulatedNode:
                 self._count("wrong", len(wrong))
                 self._read_no_more(wrong, demote.sources[0].arena)
 
-    def _after(self, event: m.Event, reply: m.Action | None, now_s: float) -> None:
+    def _ended(self, event: m.Event, reply: m.Action | None) -> None:
+        """What the event itself ends is over before its instructions are judged: they may use its slots."""
         if isinstance(event, m.EngineDied):
             self.replies = {k: v for k, v in self.replies.items() if k[0] != event.engine}
             self.leases = {k: v for k, v in self.leases.items() if v.engine != event.engine}
+        elif isinstance(event, m.Release) and isinstance(reply, m.Released):
+            if (event.engine, event.call_id) in self.replies:
+                return  # a repeat: what was meant is over, and there may be other leases by now
+            if event.lease is not None:
+                self.leases.pop(event.lease, None)
+                if reply.valid and event.lease in self.void:
+                    raise Violation("a lease of a copy that was found to be wrong is valid")
+            if self.device is not None:
+                self._suspect({BlockId(key, event.shard) for key in event.corrupt_keys})
+
+    def _after(self, event: m.Event, reply: m.Action | None, now_s: float) -> None:
         call_id = getattr(event, "call_id", None)
         if call_id is not None and reply is not None:
             name = (getattr(event, "engine", ""), call_id)
@@ -256,10 +274,6 @@ class SimulatedNode:
             case m.Load(), m.Leased():
                 self._loaded(event, reply, now_s)
             case m.Release(), m.Released():
-                if event.lease is not None:
-                    self.leases.pop(event.lease, None)
-                if self.device is not None:
-                    self._suspect({BlockId(key, event.shard) for key in event.corrupt_keys})
                 if event.request is not None:
                     self.holds.pop(event.request, None)
             case m.Reserve(), m.Reserved():
@@ -286,16 +300,17 @@ class SimulatedNode:
             copies = [copy for copy in reply.copies if copy is not None]
             self._count("told copies", len(copies))
             pages = {page for slot in (*reply.slots, *copies) for page in pages_of(slot)}
-            self.leases[reply.lease] = LiveLease(event.engine, blocks, pages, now_s + reply.lease_ttl_s)
+            twins = {block for block, copy in zip(blocks, reply.copies, strict=False) if copy is not None}
+            deadline_s = now_s + reply.lease_ttl_s
+            self.leases[reply.lease] = LiveLease(event.engine, blocks, pages, deadline_s, twins)
 
     def _suspect(self, blocks: set[BlockId]) -> None:
-        """Copies of these are given up, and whoever was told of them is told that it read nothing."""
+        """Copies of these are given up, and whoever was told of them has to be told that it read nothing."""
         self._count("suspected", len(blocks))
-        self.leases = {
-            id: lease
-            for id, lease in self.leases.items()
-            if blocks.isdisjoint(lease.blocks) or all(page[0] != DEVICE for page in lease.pages)
-        }
+        void = [id for id, lease in self.leases.items() if not blocks.isdisjoint(lease.copies)]
+        for id in void:
+            del self.leases[id]
+        self.void.update(void)
 
     def _ready(self, ready: m.Ready) -> None:
         """More of a lease has come: it is protected like the rest."""
