@@ -37,7 +37,8 @@ demo: install ## two nodes, each with a real vLLM: what one has computed the oth
 	$(BIN)/kvtier demo --json .demo/result.json
 
 test: install ## every test: processes, faults and a real vLLM included
-	$(PYTEST) tests --durations=25
+	$(PYTEST) tests -m "not slow" -n 2
+	$(PYTEST) tests -m slow --durations=25
 
 check: install buf ## formatting, lint, types, layers, protos and the fast tests
 	$(BIN)/ruff format --check .

@@ -31,6 +31,7 @@ from kvtier.tiers import binding, huge, numa, preflight
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.far import FarMemory
 from kvtier.tiers.file import FileTier
+from kvtier.tiers.hbm import HbmTier
 from kvtier.tiers.numa import MemoryNode
 from kvtier.tiers.nvmeof import inspect
 from kvtier.tiers.silence import existing, silence
@@ -111,6 +112,8 @@ async def build(
         if config.nvme_paths:
             await _look_below(config)
             tiers.append(file_tier(config, identity))
+        if config.hbm_bytes:
+            tiers.append(hbm_tier(config, identity))
         for tier in tiers:
             opened.push_async_callback(tier.close)
             await tier.open()
@@ -215,6 +218,16 @@ def file_tier(config: Config, identity: Identity) -> FileTier:
     )
 
 
+def hbm_tier(config: Config, identity: Identity) -> HbmTier:
+    """The tier of device memory, not open yet."""
+    return HbmTier(
+        incarnation=identity.incarnation,
+        capacity_bytes=config.hbm_bytes,
+        extent_bytes=config.extent_bytes,
+        device=config.hbm_device,
+    )
+
+
 def _remote(
     sharing: Sharing, core: CacheCore, arena: Arena, hasher: Hasher, config: Config, metrics: Metrics
 ) -> Remote:
@@ -281,4 +294,5 @@ def core_config(config: Config, *, has_index: bool = False) -> CoreConfig:
         demote_high_fraction=config.demote_high_fraction,
         admit_after_uses=config.admit_after_uses,
         admit_by_worth=config.admit_by_worth,
+        promote_after_uses=config.promote_after_uses,
     )

@@ -249,6 +249,20 @@ class Config(BaseSettings):
     tier_deadline_s: Seconds = Field(
         5.0, description="a medium that takes longer to answer is out of use until it does"
     )
+    hbm_bytes: Size = Field(
+        0,
+        description="hard cap of the HBM tier, rounded down to whole extents: device memory that this node "
+        "takes for copies of what engines on the same machine read most; 0: no such tier",
+    )
+    hbm_device: Annotated[str, BeforeValidator(_lower)] = Field(
+        "cuda:0",
+        pattern=r"^(cpu|cuda:[0-9]{1,3})$",
+        description="where that memory is: 'cuda:0', another number, or 'cpu' (shared memory that stands for "
+        "it, for tests)",
+    )
+    promote_after_uses: Count = Field(
+        2, description="blocks are copied to the HBM tier only after so many uses; storing one is the first"
+    )
     policy: Annotated[str, BeforeValidator(_lower), AfterValidator(_known_policy)] = Field(
         "lru",
         description=f"which blocks go down and out first: {', '.join(POLICIES)}",
@@ -265,7 +279,8 @@ class Config(BaseSettings):
         "than what has to go for them",
     )
     demote_bytes_per_s: Size = Field(
-        1024 * MIB, description="bytes copied to each tier below each second; 0: as many as it takes"
+        1024 * MIB,
+        description="bytes copied each second to each tier below, and to the HBM tier; 0: no limit",
     )
 
     lease_ttl_s: Seconds = Field(30.0, description="a read may take this long")
@@ -467,6 +482,14 @@ class Config(BaseSettings):
             FarRegion(region.node, region.size_bytes // extent_bytes * extent_bytes) for region in value
         )
 
+    @field_validator("hbm_bytes")
+    @classmethod
+    def _hbm_whole_extents(cls, value: int, info: ValidationInfo) -> int:
+        extent_bytes = int(info.data.get("extent_bytes", mmap.PAGESIZE))
+        if value and not extent_bytes <= value < 1 << 50:
+            raise ValueError(f"allowed is 0, or one extent ({extent_bytes} bytes) or more")
+        return value // extent_bytes * extent_bytes
+
     @model_validator(mode="after")
     def _heartbeats_come_in_time(self) -> Self:
         if self.dead_after_s < 2 * self.heartbeat_s:
@@ -487,6 +510,15 @@ class Config(BaseSettings):
             raise ValueError(
                 f"nvme_bytes is {self.nvme_bytes}: allowed is two extents ({self.extent_bytes} bytes each) "
                 "or more for each of nvme_paths"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        if self.peer_port > 0 and self.peer_port == self.metrics_port:
+            raise ValueError(
+                f"peer_port and metrics_port are both {self.peer_port}: give each a port of its own, or 0 "
+                "for any free one"
             )
         return self
 

@@ -16,14 +16,14 @@ import kvtier
 from kvtier import logs
 from kvtier.build import Sharing, build, is_shared, make_index
 from kvtier.config import Config
-from kvtier.errors import AlreadyRunning, ConfigError, Fenced, KvtierError
-from kvtier.identity import Identity, open_identity
-from kvtier.liveness import prepare_run_dir
+from kvtier.errors import AlreadyRunning, Fenced, KvtierError
+from kvtier.identity import Identity, open_identity, refuse_owned
+from kvtier.liveness import check_socket_place, prepare_run_dir
 from kvtier.metrics import SCRAPE_TIMEOUT_S, Metrics, MetricsServer, Sample
 from kvtier.node import Node
 from kvtier.remote.life import begin_life, new_life
 from kvtier.remote.remote import NO_INDEX
-from kvtier.server.app import Server, clear_stale_socket
+from kvtier.server.app import Server, clear_stale_socket, is_stale_socket
 from kvtier.server.peer_app import PeerServer, refuse_busy_port
 from kvtier.tiers.arena import Arena
 from kvtier.types import TierKind
@@ -81,11 +81,9 @@ class Daemon:
 
     async def _start(self) -> None:
         config = self.config
-        if config.socket.parent != config.run_dir:  # engines are told the socket alone
-            raise ConfigError(
-                f"socket is {config.socket}: for a daemon allowed is a name in run_dir, {config.run_dir}, "
-                "since engines keep their lock files beside it; set run_dir to the directory you want"
-            )
+        check_socket_place(config.socket, config.run_dir)
+        refuse_owned(config.data_dir)  # what is taken is found out before anything is made
+        is_stale_socket(config.socket)
         identity = open_identity(config.data_dir)
         self._undo.callback(identity.release)
         # From here on no other daemon uses this data directory: what lies around is a dead one's.
@@ -186,10 +184,16 @@ async def run_daemon(
         loop.add_signal_handler(number, stopping.set)
     daemon = Daemon(config, on_progress)
     try:
-        if await _unless(stopping, asyncio.create_task(daemon.start())):
-            # What exists now lives as long as the process: no collection has to walk it again.
-            gc.collect()
+        # What a start makes lives as long as the process, a hundred thousand blocks of an earlier life
+        # perhaps: no collection walks it, neither now nor later.
+        gc.collect()
+        gc.disable()
+        try:
+            is_started = await _unless(stopping, asyncio.create_task(daemon.start()))
             gc.freeze()
+        finally:
+            gc.enable()
+        if is_started:
             if on_ready is not None:
                 on_ready(daemon)
             await _serve(daemon, stopping)

@@ -72,6 +72,15 @@ def check_run_dir(run_dir: Path) -> None:
             )
 
 
+def check_socket_place(socket: Path, run_dir: Path) -> None:
+    """Raise `ConfigError` where engines, which are told the socket alone, would not find `run_dir`."""
+    if socket.parent != run_dir:
+        raise ConfigError(
+            f"socket is {socket}: for a daemon allowed is a name in run_dir, {run_dir}, since engines keep "
+            "their lock files beside it; set run_dir to the directory you want"
+        )
+
+
 def _cannot_be_made(run_dir: Path, error: OSError) -> ConfigError:
     return ConfigError(f"run_dir is {run_dir}: allowed is a directory that this user can make ({error})")
 

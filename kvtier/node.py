@@ -46,7 +46,8 @@ class Node:
     Parameters
     ----------
     tiers
-        Open, the fastest first, which engines read; the node closes them in `stop`.
+        Open, the fastest first, which engines write and read, and device memory, if there is some, last; the
+        node closes them in `stop`.
     locks
         The node closes them in `stop`.
     remote

@@ -24,7 +24,8 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Final, NamedTuple
+from functools import cache
+from typing import Any, Final, NamedTuple, get_type_hints
 
 import numpy as np
 
@@ -129,6 +130,24 @@ def _u64(value: int) -> bytes:
     return struct.pack("<Q", value)
 
 
+@cache
+def _types_of(kind: type) -> dict[str, type]:
+    return get_type_hints(kind)
+
+
+def _check_types(what: str, data: Any) -> None:
+    """Raise `InvalidRequest` where a field is of another type: text and bytes, or 1 and 1.0, may look alike
+    in a key but are not the same.
+    """
+    kinds = _types_of(data.__class__)
+    for spec in fields(data):
+        value, kind = getattr(data, spec.name), kinds[spec.name]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise InvalidRequest(
+                f"{what}.{spec.name} is {value!r}, of type {type(value).__name__}: allowed is {kind.__name__}"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How the bytes of one block of one shard are made.
@@ -162,6 +181,7 @@ class Layout:
     padding_bytes: int = 0
 
     def __post_init__(self) -> None:
+        _check_types("layout", self)
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_tokens", "layer_block_bytes"):
             value = getattr(self, name)
             if not 0 < value < 2**40:
@@ -231,6 +251,11 @@ class Namespace:
     salt: bytes = b""
     generation: bytes = b""
 
+    def __post_init__(self) -> None:
+        _check_types("namespace", self)
+        if not 0 < self.block_tokens < 2**40:
+            raise InvalidRequest(f"namespace.block_tokens is {self.block_tokens}: allowed is 1 .. 2^40-1")
+
     def root(self) -> Key:
         """The key that stands before the first block; it names no block itself."""
         digest = hashlib.sha256(_field(0x00, b"kvtier.root"))
@@ -267,14 +292,12 @@ def chain_keys(
     list of Key
         ``len(tokens) // block_tokens`` keys. 8,192 tokens in blocks of 32 cost under 2 ms.
     """
-    if len(parent) != KEY_SIZE_BYTES:
-        raise InvalidRequest(f"parent key has {len(parent)} bytes: a key has {KEY_SIZE_BYTES}")
-    if block_tokens <= 0:
-        raise InvalidRequest(f"block_tokens is {block_tokens}: allowed is 1 or more")
+    if not isinstance(parent, bytes) or len(parent) != KEY_SIZE_BYTES:
+        raise InvalidRequest(f"parent key is {parent!r}: a key has {KEY_SIZE_BYTES} bytes")
+    if not isinstance(block_tokens, int) or block_tokens <= 0:
+        raise InvalidRequest(f"block_tokens is {block_tokens!r}: allowed is an integer, 1 or more")
     count = len(tokens) // block_tokens
-    wide = np.asarray(tokens[: count * block_tokens], dtype=np.int64)
-    if count and not (int(wide.min()) >= 0 and int(wide.max()) < 2**32):
-        raise InvalidRequest("a token id is outside 0 .. 2^32-1")
+    wide = _token_ids(tokens[: count * block_tokens])
     if extras is not None and len(extras) != count:
         raise InvalidRequest(f"extras for {len(extras)} blocks were given for {count} whole blocks")
     packed = wide.astype("<u4").tobytes()
@@ -290,6 +313,21 @@ def chain_keys(
         parent = sha256(body).digest()
         keys.append(parent)
     return keys
+
+
+def _token_ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    """One dimension of integers, none of which a key would cut; raises `InvalidRequest`."""
+    try:
+        ids = np.asarray(tokens)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"tokens are no list of integers ({error})") from None
+    if len(ids) and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+        raise InvalidRequest(
+            f"tokens are of type {ids.dtype}, shape {ids.shape}: allowed are integers, in a row"
+        )
+    if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < 2**32):
+        raise InvalidRequest("a token id is outside 0 .. 2^32-1")
+    return ids
 
 
 def pack_keys(keys: Iterable[Key]) -> bytes:

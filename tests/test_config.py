@@ -271,3 +271,24 @@ def test_a_policy_from_each_source(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_no_index_in_any_case() -> None:
     assert Config(index=" NONE ").has_no_index
     assert not Config(index="").has_no_index
+
+
+def test_two_services_on_one_port() -> None:
+    with pytest.raises(ConfigError, match="peer_port and metrics_port are both 9470"):
+        Config.load(peer_port=9470)
+    assert Config(peer_port=0, metrics_port=0).peer_port == 0
+    assert Config(peer_port=-1, metrics_port=-1).peer_port == -1
+
+
+def test_device_memory_is_off_whole_extents_and_of_a_known_device() -> None:
+    assert (Config().hbm_bytes, Config().hbm_device, Config().promote_after_uses) == (0, "cuda:0", 2)
+    config = Config(hbm_bytes="200MiB", hbm_device="CPU", promote_after_uses=1)
+    assert (config.hbm_bytes, config.hbm_device) == (192 * MIB, "cpu")
+    for field, value, allowed in (
+        ("hbm_bytes", MIB, "one extent"),
+        ("hbm_device", "gpu0", "cuda:0"),
+        ("hbm_device", "cuda:", "cuda:0"),
+        ("promote_after_uses", 0, "greater than or equal to 1"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{field} is .*{allowed}"):
+            Config(**{field: value})

@@ -207,11 +207,37 @@ def test_a_key_depends_on_every_token_before_it() -> None:
         {"layer_block_bytes": 255},
         {"scale_bytes": 1},
         {"block_tokens": 2**40},
+        {"kind": "gqa"},
+        {"order": "NHD"},
+        {"num_layers": 2.0},
+        {"num_kv_heads": True},
+        {"interior": b"plain"},
+        {"dtype": ["bfloat16"]},
     ],
 )
 def test_layouts_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
     base = Layout(LayoutKind.GQA, 2, 2, 8, "bfloat16", 4, LayoutOrder.NHD, 256)
     with pytest.raises(InvalidRequest, match="layout"):
+        dataclasses.replace(base, **change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": "w"},
+        {"layout": "l" * 32},
+        {"kv_dtype": b"bfloat16"},
+        {"block_tokens": 16.0},
+        {"block_tokens": 0},
+        {"block_tokens": True},
+        {"salt": "salt"},
+        {"tenant": None},
+        {"generation": bytearray(16)},
+    ],
+)
+def test_namespaces_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
+    base = Namespace(b"w", "bfloat16", bytes(32), 16)
+    with pytest.raises(InvalidRequest, match=next(iter(change))):
         dataclasses.replace(base, **change)
 
 
@@ -226,9 +252,15 @@ def test_bad_chains_are_refused() -> None:
         chain_keys(b"short", [1], 1)
     with pytest.raises(InvalidRequest, match="block_tokens"):
         chain_keys(ROOT, [1], 0)
-    for token in (-1, 2**32):
+    with pytest.raises(InvalidRequest, match="parent"):
+        chain_keys("p" * 32, [1], 1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="block_tokens"):
+        chain_keys(ROOT, [1], 1.0)  # type: ignore[arg-type]
+    for token in (-1, 2**32, 2**64, 1.5, True, None, "1", [1], [1, 2]):
         with pytest.raises(InvalidRequest, match="token"):
-            chain_keys(ROOT, [token], 1)
+            chain_keys(ROOT, [token], 1)  # type: ignore[list-item]
+    with pytest.raises(InvalidRequest, match="token"):
+        chain_keys(ROOT, [[1], [2, 3]], 1)  # type: ignore[list-item]
     with pytest.raises(InvalidRequest, match="extras"):
         chain_keys(ROOT, [1, 2], 1, [[]])
     assert chain_keys(ROOT, [1, 2, 3], 4) == []

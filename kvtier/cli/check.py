@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -32,7 +33,7 @@ from kvtier.client import AdminClient
 from kvtier.config import Config
 from kvtier.errors import DeadlineExceeded, KvtierError, ResourceShortage
 from kvtier.identity import node_id_of, refuse_owned
-from kvtier.liveness import check_run_dir
+from kvtier.liveness import check_run_dir, check_socket_place
 from kvtier.metrics import Metrics, MetricsServer
 from kvtier.types import TierKind
 from kvtier.v1 import admin_pb2 as pb
@@ -86,7 +87,8 @@ def check(
         ThreadPoolExecutor(max_workers=len(names) + _ASKED) as pool,
     ):
         progress(f"probing {', '.join(names)}")
-        running = [pool.submit(_probe, name) for name in names]
+        arguments = {"gpu": [settings.hbm_device, str(settings.hbm_bytes)]}
+        running = [pool.submit(_probe, name, arguments=arguments.get(name, [])) for name in names]
         asked = pool.submit(_index, settings)
         peers = pool.submit(peer_findings, settings, peer or ())
         storage = pool.submit(
@@ -99,6 +101,8 @@ def check(
             found.append(own_finding(settings, is_running=is_running))
         found += peers.result()
         found += [each for future in running for each in future.result()]
+    for each in found:  # a running daemon has its device memory already
+        each["needed"] |= each["name"] == "hbm" and settings.hbm_bytes > 0 and not is_running
     ready = not any(each["state"] != OK and each["needed"] for each in found)
     if as_json:
         output.print_json({"ok": ready, "checks": found})
@@ -248,6 +252,7 @@ def _run_dir(config: Config, running: pb.GetStatusResponse | None) -> Finding:
     try:
         check_run_dir(config.run_dir)
         if running is None:
+            check_socket_place(config.socket, config.run_dir)
             is_stale_socket(config.socket)
     except KvtierError as error:
         return _refused(f"run_dir {config.run_dir}", error, "KVTIER_RUN_DIR")
@@ -285,8 +290,8 @@ def _filesystem(path: Path) -> str:
     return kind
 
 
-def _probe(name: str, timeout_s: float = PROBE_TIMEOUT_S) -> list[Finding]:
-    command = [sys.executable, "-m", "kvtier.cli.probes", name]
+def _probe(name: str, timeout_s: float = PROBE_TIMEOUT_S, arguments: Sequence[str] = ()) -> list[Finding]:
+    command = [sys.executable, "-m", "kvtier.cli.probes", name, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:

@@ -16,8 +16,8 @@ PROBE_BYTES: Final = 4 << 20
 _WITHOUT: Final = "no HBM tier; blocks lie in host memory"
 
 
-def hbm_finding(device: str = "cuda:0") -> Finding:
-    """One line; a slab is really made, written, read back and given back."""
+def hbm_finding(device: str = "cuda:0", wanted_bytes: int = 0) -> Finding:
+    """One line; a small slab is really made, written, read back and given back, so much only looked for."""
     if why := devices.why_not(device):
         todo = (
             "on a GPU machine install the NVIDIA driver, torch with CUDA and kvtier[gpu]; without a GPU "
@@ -26,9 +26,13 @@ def hbm_finding(device: str = "cuda:0") -> Finding:
         return finding("hbm", MISSING, f"{one_line(why)}: {_WITHOUT}", todo)
     try:
         handle = _try(device)
+        free = devices.free_bytes(device)
     except KvtierError as error:
         todo = "look at nvidia-smi: memory, processes, MIG; CUDA IPC needs no other setting on bare metal"
         return finding("hbm", DEGRADED, f"{device}: {one_line(error)}: {_WITHOUT}", todo)
+    if free < wanted_bytes:
+        why = f"{device}: {free} bytes are free, hbm_bytes is {wanted_bytes}"
+        return finding("hbm", DEGRADED, why, "set KVTIER_HBM_BYTES to less, or KVTIER_HBM_DEVICE to another")
     return finding(
         "hbm", OK, f"{device}: memory is taken, written, read and exported ({handle} bytes of handle)"
     )

@@ -60,12 +60,12 @@ def nixl() -> list[Finding]:
     return found
 
 
-def gpu() -> list[Finding]:
-    """CUDA's driver, what GPUDirect Storage is made of, and device memory for the HBM tier."""
+def gpu(device: str = "cuda:0", wanted_bytes: str = "0") -> list[Finding]:
+    """CUDA's driver, what GPUDirect Storage is made of, and so much memory of `device` for the HBM tier."""
     cuda = _cuda()
     has_cuda = cuda["state"] == OK
     found = [cuda, *gds_findings(has_cuda)]
-    return [*found, *([gds_mode_finding()] if has_cuda else []), hbm_finding()]
+    return [*found, *([gds_mode_finding()] if has_cuda else []), hbm_finding(device, int(wanted_bytes))]
 
 
 def _cuda() -> Finding:
@@ -130,7 +130,7 @@ def vllm() -> list[Finding]:
     return found
 
 
-PROBES: Final[dict[str, Callable[[], list[Finding]]]] = {
+PROBES: Final[dict[str, Callable[..., list[Finding]]]] = {
     "nixl": nixl,
     "gpu": gpu,
     "index": index,
@@ -143,7 +143,7 @@ def main() -> None:
     answer = os.dup(1)
     os.dup2(2, 1)
     with contextlib.redirect_stdout(sys.stderr):
-        found = PROBES[sys.argv[1]]()
+        found = PROBES[sys.argv[1]](*sys.argv[2:])
     os.write(answer, json.dumps(found).encode())
     os._exit(0)
 

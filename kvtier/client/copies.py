@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 import xxhash
 
+from kvtier.client.device import DeviceMapping
 from kvtier.client.mapping import ArenaMapping, Bytes, memory_at
 from kvtier.types import Layout
 
@@ -24,16 +25,25 @@ BEGIN_BEFORE_BYTES: Final = 16 << 20
 for 5 ms answers 1.5 ms later than one that is awake."""
 
 
+SlotMemory = ArenaMapping | DeviceMapping
+
+
 class Copier(Protocol):
     """Moves blocks between slots and pages. Returns when the bytes are there. Thread-safe.
 
-    `offsets` and `ids` are checked by the caller and equally long; the arena stays mapped.
+    `offsets` and `ids` are checked by the caller and equally long; what the slots lie in stays mapped.
+
+    Attributes
+    ----------
+    device
+        Kind of device that the pages lie on, ``cpu`` or ``cuda``; device memory that slots lie in is alike.
     """
 
+    device: str
     load_group_bytes: int
     store_group_bytes: int
 
-    def to_pages(self, arena: ArenaMapping, offsets: Sequence[int], ids: Sequence[int]) -> None:
+    def to_pages(self, memory: SlotMemory, offsets: Sequence[int], ids: Sequence[int]) -> None:
         """Slots at `offsets` -> blocks `ids`."""
         ...
 
@@ -56,6 +66,7 @@ class Band:
 class CpuCopier:
     """Pages in this process's memory."""
 
+    device = "cpu"
     load_group_bytes = LOAD_GROUP_BYTES
     store_group_bytes = STORE_GROUP_BYTES
 
@@ -63,10 +74,10 @@ class CpuCopier:
         self._layout = layout
         self._bands = bands
 
-    def to_pages(self, arena: ArenaMapping, offsets: Sequence[int], ids: Sequence[int]) -> None:
+    def to_pages(self, memory: SlotMemory, offsets: Sequence[int], ids: Sequence[int]) -> None:
         """See `Copier`."""
         for begin, end in slot_runs(offsets, self._layout.slot_bytes):
-            slots = self._slots(arena, offsets[begin], end - begin)
+            slots = self._slots(memory, offsets[begin], end - begin)
             first = ids[begin]
             chosen: slice | list[int] = slice(first, first + end - begin)
             if any(ids[i] != first + i - begin for i in range(begin + 1, end)):
@@ -82,11 +93,11 @@ class CpuCopier:
             for band in self._bands:
                 slots[band.first : band.last] = band.memory[:, ids[begin] : ids[begin] + end - begin]
 
-    def _slots(self, arena: ArenaMapping, offset: int, count: int) -> Bytes:
+    def _slots(self, memory: SlotMemory, offset: int, count: int) -> Bytes:
         """Consecutive slots as ``[layers, count, layer_block_bytes]``."""
         layout = self._layout
         shape = (layout.num_layers, count, layout.layer_block_bytes)
-        return memory_at(arena.address + offset, shape, (layout.layer_block_bytes, layout.slot_bytes, 1))
+        return memory_at(memory.address + offset, shape, (layout.layer_block_bytes, layout.slot_bytes, 1))
 
 
 def slot_runs(offsets: Sequence[int], slot_bytes: int) -> Iterator[tuple[int, int]]:
@@ -114,6 +125,8 @@ def groups(count: int, block_bytes: int, group_bytes: int) -> Iterator[tuple[int
         yield begin, min(count, begin + step)
 
 
-def checksum(arena: ArenaMapping, offset: int, block_bytes: int) -> bytes:
+def checksum(memory: SlotMemory, offset: int, block_bytes: int) -> bytes:
     """XXH3-128 of the block in a slot, big-endian; releases the GIL."""
-    return xxhash.xxh3_128_digest(arena.view[offset : offset + block_bytes])
+    if isinstance(memory, DeviceMapping):
+        return xxhash.xxh3_128_digest(memory.block(offset, block_bytes))
+    return xxhash.xxh3_128_digest(memory.view[offset : offset + block_bytes])

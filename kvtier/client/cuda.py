@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from kvtier.client.copies import slot_runs
+from kvtier.client.copies import SlotMemory, slot_runs
+from kvtier.client.device import DeviceMapping
 from kvtier.client.mapping import ArenaMapping
 from kvtier.errors import TierFault
 from kvtier.types import Layout
@@ -29,6 +30,7 @@ logger = logging.getLogger("kvtier.client")
 class CudaCopier:
     """See `kvtier.client.copies.Copier`. One copy at a time: they share the bus and the buffer."""
 
+    device = "cuda"
     load_group_bytes = GROUP_BYTES
     store_group_bytes = GROUP_BYTES
 
@@ -42,15 +44,16 @@ class CudaCopier:
         shape = (count, layout.num_layers, layout.layer_block_bytes)
         self._buffer = torch.empty(shape, dtype=torch.uint8, device=self._device)
 
-    def to_pages(self, arena: ArenaMapping, offsets: Sequence[int], ids: Sequence[int]) -> None:
-        """See `Copier`."""
+    def to_pages(self, memory: SlotMemory, offsets: Sequence[int], ids: Sequence[int]) -> None:
+        """See `Copier`. Slots in device memory take the same way, from device to device."""
         with self._working():
-            pin(arena)
-            for begin, slots in self._slots(arena, offsets):
+            if isinstance(memory, ArenaMapping):
+                pin(memory)
+            for begin, slots in self._slots(memory, offsets):
                 self._buffer[begin : begin + len(slots)].copy_(slots, non_blocking=True)
             rows = torch.tensor(ids, device=self._device)
-            for layer, memory in enumerate(self._layers):
-                memory.index_copy_(0, rows, self._buffer[: len(ids), layer])
+            for layer, pages in enumerate(self._layers):
+                pages.index_copy_(0, rows, self._buffer[: len(ids), layer])
 
     def to_slots(self, arena: ArenaMapping, offsets: Sequence[int], ids: Sequence[int]) -> None:
         """See `Copier`."""
@@ -74,10 +77,10 @@ class CudaCopier:
         except RuntimeError as error:
             raise TierFault(f"a copy on {self._device} failed ({error}): nothing was cached") from error
 
-    def _slots(self, arena: ArenaMapping, offsets: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
-        """Each run of slots with its position, as ``[n, layers, layer_block_bytes]`` of host memory."""
+    def _slots(self, source: SlotMemory, offsets: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
+        """Each run of slots with its position, as ``[n, layers, layer_block_bytes]`` of where they lie."""
         layout = self._layout
-        memory = torch.from_numpy(arena.bytes)
+        memory = source.tensor() if isinstance(source, DeviceMapping) else torch.from_numpy(source.bytes)
         shape = (layout.num_layers, layout.layer_block_bytes)
         return [
             (

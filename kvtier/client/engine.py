@@ -75,6 +75,8 @@ class EngineClient:
         Which loaded blocks are compared with their checksum; None: what the node is configured for.
     copy_threads
         Threads that one load or store copies with.
+    device_memory
+        Whether blocks may come from the node's device memory, if it has some that is near the pages.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class EngineClient:
         load_floor_s: float = 0.1,
         verify_loads: Verify | None = None,
         copy_threads: int = 1,
+        device_memory: bool = True,
     ) -> None:
         for name, value in (
             ("lookup_timeout_s", lookup_timeout_s),
@@ -111,7 +114,10 @@ class EngineClient:
         self._load_floor_s = load_floor_s
         self._verify_loads = verify_loads
         self._link = Link(
-            arguments.socket_path(socket_path), layout, arguments.text("description", description)
+            arguments.socket_path(socket_path),
+            layout,
+            arguments.text("description", description),
+            device_memory=bool(device_memory),
         )
         self._workers = Workers(copy_threads)
         self._counters = Counters()
@@ -377,6 +383,7 @@ class EngineClient:
             logger.error(
                 "kvtier: %d blocks did not have their checksum and were not loaded", len(run.corrupt)
             )
+        self._counters.add(device_blocks=min(run.from_device, loaded))
         return loaded, run.reason if loaded < len(keys) else "", len(run.corrupt)
 
     def _store(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from kvtier.client.admin import new_call_id
-from kvtier.client.copies import BEGIN_BEFORE_BYTES, checksum, groups
+from kvtier.client.copies import BEGIN_BEFORE_BYTES, SlotMemory, checksum, groups
+from kvtier.client.device import DeviceMapping
 from kvtier.client.mapping import ArenaMapping
 from kvtier.client.pages import Pages
 from kvtier.client.parallel import Workers
@@ -22,8 +24,44 @@ from kvtier.errors import KvtierError, TierFault
 from kvtier.types import CHECKSUM_SIZE_BYTES, Key, pack_keys, sampled
 from kvtier.v1 import engine_pb2 as pb
 
+NO_SLOT: Final = 2**64 - 1
+"""In place of the offset of a copy where a block has none in device memory."""
 RELEASE_TIMEOUT_S: Final = 0.05
 """A release may take so long even where the copy has used up the budget."""
+
+
+@dataclass(slots=True)
+class _Named:
+    """Slots of the arena that a message names, and copies to read instead (empty: none; `NO_SLOT`: not one).
+
+    Threads that copy change `copies` in groups of their own only.
+    """
+
+    offsets: list[int]
+    copies: list[int]
+
+    def is_copy(self, index: int) -> bool:
+        """Whether this block is read from device memory."""
+        return bool(self.copies) and self.copies[index] != NO_SLOT
+
+    def count_copies(self, begin: int, end: int) -> int:
+        """How many of ``[begin, end)`` are."""
+        return sum(self.is_copy(i) for i in range(begin, end)) if self.copies else 0
+
+    def leave_copies(self, begin: int, end: int) -> None:
+        """Read ``[begin, end)`` from the arena: the lease is of both."""
+        self.copies[begin:end] = [NO_SLOT] * (end - begin)
+
+    def parts(self, begin: int, end: int) -> Iterator[tuple[int, int, bool]]:
+        """Maximal runs within ``[begin, end)`` that lie in one memory, and whether that is the device's."""
+        if not self.copies:
+            yield begin, end, False
+            return
+        at = begin
+        for i in range(begin + 1, end + 1):
+            if i == end or self.is_copy(i) != self.is_copy(at):
+                yield at, i, self.is_copy(at)
+                at = i
 
 
 class LoadRun:
@@ -34,7 +72,9 @@ class LoadRun:
     reason
         After `run`: why not all keys were loaded.
     corrupt
-        After `run`: how many blocks did not have their checksum.
+        After `run`: the blocks that did not have their checksum.
+    from_device
+        After `run`: how many blocks were copied from device memory.
     """
 
     def __init__(
@@ -51,9 +91,11 @@ class LoadRun:
     ) -> None:
         self.reason = ""
         self.corrupt: list[Key] = []
+        self.from_device = 0
         self._link = link
         self._session = session
         self._arena = arena
+        self._device: DeviceMapping | None = None
         self._pages = pages
         self._keys = keys
         self._ids = block_ids
@@ -104,8 +146,8 @@ class LoadRun:
         with contextlib.closing(stream):
             for message in stream:
                 self._link.answered()
-                offsets = self._accept(message)
-                goes_on = not offsets or self._copy(offsets, message.checksums, deadline)
+                slots = self._accept(message)
+                goes_on = not slots.offsets or self._copy(slots, message.checksums, deadline)
                 if self._received == len(self._keys):
                     # All is here. Take the status, so that leaving does not look like a cancelled call.
                     with contextlib.suppress(KvtierError):
@@ -114,11 +156,12 @@ class LoadRun:
                 if not goes_on:
                     return
 
-    def _accept(self, message: pb.LoadResponse) -> list[int]:
+    def _accept(self, message: pb.LoadResponse) -> _Named:
         """The slots of a message that is what it has to be; raises `TierFault` before anything is touched."""
         count = len(message.slots) // 8
         if (
             len(message.slots) != 8 * count
+            or len(message.copies) not in (0, 8 * count)
             or len(message.checksums) != CHECKSUM_SIZE_BYTES * count
             or message.first != self._received
             or self._received + count > len(self._keys)
@@ -130,28 +173,46 @@ class LoadRun:
         offsets: list[int] = np.frombuffer(message.slots, "<u8").tolist()
         self._link.check_slots(self._session, self._arena, offsets)
         self._received += count
-        return offsets
+        return self._prefer_copies(offsets, message.copies)
 
-    def _copy(self, offsets: list[int], checksums: bytes, deadline: Deadline) -> bool:
+    def _prefer_copies(self, offsets: list[int], packed: bytes) -> _Named:
+        """The slots in device memory where there are some, and it can be mapped and is near the pages."""
+        device = self._session.device(self._pages.copier.device) if packed else None
+        if device is None:
+            return _Named(offsets, [])
+        copies: list[int] = np.frombuffer(packed, "<u8").tolist()
+        if not device.check([copy for copy in copies if copy != NO_SLOT], self._session.slot_bytes):
+            raise TierFault(
+                f"the node names slots outside the {device.size_bytes} bytes of its device memory, or "
+                "overlapping ones: nothing was touched; restart the daemon"
+            )
+        self._device = device
+        return _Named(offsets, copies)
+
+    def _place(self, slots: _Named, index: int) -> tuple[SlotMemory, int]:
+        """Where this block is read."""
+        if not slots.is_copy(index):
+            return self._arena, slots.offsets[index]
+        assert self._device is not None
+        return self._device, slots.copies[index]
+
+    def _copy(self, slots: _Named, checksums: bytes, deadline: Deadline) -> bool:
         """Copy a message's blocks; False where the load ends here."""
         first = self._copied
         block_bytes = self._pages.layout.block_bytes
-        copier = self._pages.copier
 
         def copy(begin: int, end: int) -> int:
             """Returns how many are good."""
-            copier.to_pages(self._arena, offsets[begin:end], self._ids[first + begin : first + end])
-            for i in range(begin, end):
-                if (
-                    first + i in self._verified
-                    and checksum(self._arena, offsets[i], block_bytes)
-                    != checksums[CHECKSUM_SIZE_BYTES * i : CHECKSUM_SIZE_BYTES * (i + 1)]
-                ):
-                    self.corrupt.append(self._keys[first + i])
-                    return i - begin
-            return end - begin
+            try:
+                return self._copy_group(slots, checksums, first, begin, end)
+            except TierFault as error:
+                if not slots.count_copies(begin, end):
+                    raise
+                self._session.give_device_up(error)
+                slots.leave_copies(begin, end)
+                return self._copy_group(slots, checksums, first, begin, end)
 
-        parts = list(groups(len(offsets), block_bytes, copier.load_group_bytes))
+        parts = list(groups(len(slots.offsets), block_bytes, self._pages.copier.load_group_bytes))
         for wave in self._workers.waves(parts):
             if deadline.is_over():
                 self.reason = BUDGET
@@ -161,10 +222,26 @@ class LoadRun:
                 self._release_call = self._link.begin("Release", self._call_timeout_s)
             for (begin, end), good in zip(wave, self._workers.map(copy, wave), strict=True):
                 self._copied += good
+                self.from_device += slots.count_copies(begin, begin + good)
                 if good < end - begin:
                     self.reason = CORRUPT
                     return False
         return True
+
+    def _copy_group(self, slots: _Named, checksums: bytes, first: int, begin: int, end: int) -> int:
+        """Copy ``[begin, end)`` of a message whose first block is the load's `first`; how many are good."""
+        for at, until, is_copy in slots.parts(begin, end):
+            memory, _ = self._place(slots, at)
+            offsets = (slots.copies if is_copy else slots.offsets)[at:until]
+            self._pages.copier.to_pages(memory, offsets, self._ids[first + at : first + until])
+        for i in range(begin, end):
+            if first + i not in self._verified:
+                continue
+            found = checksum(*self._place(slots, i), self._pages.layout.block_bytes)
+            if found != checksums[CHECKSUM_SIZE_BYTES * i : CHECKSUM_SIZE_BYTES * (i + 1)]:
+                self.corrupt.append(self._keys[first + i])
+                return i - begin
+        return end - begin
 
     def _release(self, shard: int, deadline: Deadline) -> bool:
         request = pb.ReleaseRequest(

@@ -120,13 +120,7 @@ class ArenaMapping:
 
     def check(self, offsets: Sequence[int], slot_bytes: int) -> bool:
         """Whether all slots lie within the allocated bytes and none overlaps another."""
-        ordered = np.sort(np.asarray(offsets, np.uint64))
-        if not len(ordered):
-            return True
-        # The last one first: beyond 2^63 sums would wrap around.
-        if int(ordered[-1]) + slot_bytes > self._allocated_bytes or (ordered % PAGE_SIZE_BYTES).any():
-            return False
-        return not (np.diff(ordered) < slot_bytes).any()
+        return lie_within(offsets, slot_bytes, self._allocated_bytes)
 
     def is_orphaned(self) -> bool:
         """Whether its name is gone or leads elsewhere: its daemon has ended, or another has taken over."""
@@ -210,6 +204,17 @@ class ArenaMapping:
             self._fd = -1
         ended, self._on_end = self._on_end, []
         return ended
+
+
+def lie_within(offsets: Sequence[int], slot_bytes: int, size_bytes: int) -> bool:
+    """Whether all these slots begin at whole pages, lie in so many bytes, and none overlaps another."""
+    ordered = np.sort(np.asarray(offsets, np.uint64))
+    if not len(ordered):
+        return True
+    # The last one first: beyond 2^63 sums would wrap around.
+    if int(ordered[-1]) + slot_bytes > size_bytes or (ordered % PAGE_SIZE_BYTES).any():
+        return False
+    return not (np.diff(ordered) < slot_bytes).any()
 
 
 def slots_at(arena: ArenaMapping, offsets: Sequence[int], slot_bytes: int) -> None:

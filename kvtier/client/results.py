@@ -107,13 +107,14 @@ class StoreResult:
 
 @dataclass(frozen=True, slots=True)
 class ClientStats:
-    """Counters of one client in this process."""
+    """Counters of one client in this process; `device_blocks` of `loaded_blocks` came from device memory."""
 
     lookups: int = 0
     lookup_blocks: int = 0
     offered_blocks: int = 0
     loads: int = 0
     loaded_blocks: int = 0
+    device_blocks: int = 0
     failed_loads: int = 0
     corrupt_blocks: int = 0
     stores: int = 0

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from kvtier.client import forks
 from kvtier.client.admin import new_call_id
+from kvtier.client.device import DeviceMapping, kind_of
 from kvtier.client.liveness import EngineLock
 from kvtier.client.mapping import ArenaMapping, slots_at
 from kvtier.client.stub import Begun, Deadline, Wire
@@ -74,6 +75,8 @@ class Session:
         self._engine_lock = lock
         self._guard = threading.Lock()
         self._arena: ArenaMapping | None = None
+        self._device: DeviceMapping | None = None
+        self._device_failed = False
 
     def arena(self) -> ArenaMapping:
         """The node's arena, mapped on first use: a process that only looks up maps nothing."""
@@ -84,6 +87,34 @@ class Session:
                 arena = self._reply.arena
                 self._arena = ArenaMapping(arena.path, arena.size_bytes, arena.allocated_bytes)
             return self._arena
+
+    def device(self, kind: str) -> DeviceMapping | None:
+        """The node's device memory, mapped on first use, from inside the arena's `use`.
+
+        None where it has none of this kind, or none that can be read here, which is tried once.
+        """
+        with self._guard:
+            memory = self._reply.device_memory
+            if self._device_failed or self._arena is None or kind_of(memory.device) != kind:
+                return None
+            if self._device is None and memory.handle:
+                try:
+                    self._device = DeviceMapping(memory.handle, memory.size_bytes, kind)
+                except KvtierError as error:
+                    self._give_device_up(error)
+                    return None
+                self._arena.before_unmap(self._device.close)
+            return self._device
+
+    def give_device_up(self, error: KvtierError) -> None:
+        """It is mapped, but cannot be copied from: it stays so with the arena, and is not read any more."""
+        with self._guard:
+            if not self._device_failed:
+                self._give_device_up(error)
+
+    def _give_device_up(self, error: KvtierError) -> None:
+        self._device_failed = True
+        logger.warning("kvtier: the node's device memory is not read here, but its arena: %s", error)
 
     @property
     def mapped(self) -> ArenaMapping | None:
@@ -156,12 +187,15 @@ class Abandoned:
 class Link:
     """Keeps one session to the node of `socket_path`. Thread-safe; opens nothing before the first call."""
 
-    def __init__(self, socket_path: str, layout: Layout, description: str) -> None:
+    def __init__(
+        self, socket_path: str, layout: Layout, description: str, *, device_memory: bool = False
+    ) -> None:
         self.wire = Wire(socket_path)
         self.registrations = 0
         self._run_dir = Path(socket_path).absolute().parent
         self._layout = layout
         self._description = description
+        self._maps_device_memory = device_memory
         self._is_closed = False
         self._reset()
         forks.watch(self)
@@ -421,6 +455,7 @@ class Link:
             ),
             fingerprint=layout.fingerprint(),
             description=self._description,
+            maps_device_memory=self._maps_device_memory,
         )
         return self.wire.call("Register", request, PROBE_TIMEOUT_S)  # type: ignore[no-any-return]
 

@@ -12,9 +12,10 @@ from itertools import filterfalse
 from typing import Final
 
 from kvtier.core import messages as m
-from kvtier.core.blocks import Block
+from kvtier.core.blocks import RESIDENT, Block
 from kvtier.core.checks import check_core
 from kvtier.core.config import CALL_ID_BYTES, CoreConfig, TierSpec
+from kvtier.core.copies import Copies
 from kvtier.core.demotes import Demotes
 from kvtier.core.engine_blocks import EngineBlocks
 from kvtier.core.engines import Engine, Engines, is_peer
@@ -23,6 +24,7 @@ from kvtier.core.lending import Lending
 from kvtier.core.lower import LowerTier
 from kvtier.core.pins import Pins
 from kvtier.core.policies import LruPolicy
+from kvtier.core.promotes import Promotes
 from kvtier.core.publishing import Publishing
 from kvtier.core.pulls import Pulls
 from kvtier.core.replies import ReplyCache
@@ -47,7 +49,8 @@ class CacheCore:
         Times and bounds.
     tiers
         What blocks can lie in, each kind once. New blocks go to the fastest, the top tier, from which
-        engines and peers read; they are demoted to the next one, and fetched back from any.
+        engines and peers read; they are demoted to the next one, and fetched back from any. HBM is none of
+        this chain: it has second copies of what lies in the top tier, for engines that map it.
     policy
         Makes one eviction policy for each tier and slot size.
     seed
@@ -66,7 +69,10 @@ class CacheCore:
     ) -> None:
         self.config = config
         self.counters = Counters()
-        top, *below = sorted(tiers, key=lambda spec: spec.kind.rank)
+        top, *below = sorted(
+            (spec for spec in tiers if spec.kind is not TierKind.HBM), key=lambda spec: spec.kind.rank
+        )
+        device = next((spec for spec in tiers if spec.kind is TierKind.HBM), None)
         publishing = Publishing() if config.has_index else None
         self.residency = Residency([top], policy, self.counters, publishing=publishing, demotes=bool(below))
         self.lower: list[LowerTier] = []
@@ -83,6 +89,16 @@ class CacheCore:
         self.engines = Engines(config, self.residency)
         self.engine_blocks = EngineBlocks(config.max_engine_blocks, is_published=config.has_index)
         self.leases = Leases(config, self.residency, self.counters)
+        self.copies: Copies | None = None
+        self.promotes: Promotes | None = None
+        if device is not None:
+            self._hold_copies(device, policy)
+        self.copying: list[Demotes] = [*self.demotes, *([self.promotes] if self.promotes else [])]
+        self.residencies: list[Residency] = [
+            self.residency,
+            *self.lower,
+            *([self.copies] if self.copies else []),
+        ]
         self.reservations = Reservations(config, self.residency, self.counters)
         self.pins = Pins(config, self.residency)
         self.pulls = Pulls(config, self.residency, self.lower, self.leases, self.counters)
@@ -118,6 +134,19 @@ class CacheCore:
             m.TierDown: self._tier_down,
             m.TierUp: self._tier_up,
         }
+
+    def _hold_copies(self, device: TierSpec, policy: Callable[[], Policy]) -> None:
+        copies = self.copies = self.leases.copies = Copies(device, policy, self.config, self.residency)
+        promotes = self.promotes = Promotes(self.config, self.residency, copies, self.leases)
+        below = self.residency.leaving
+
+        def leaving(block: Block) -> None:
+            promotes.gone(block)
+            copies.left_top(block)
+            if below is not None:
+                below(block)
+
+        self.residency.leaving = leaving
 
     # ---- the one mutator
 
@@ -230,9 +259,9 @@ class CacheCore:
         if leases.readies:
             result += leases.readies
             leases.readies = []
-        if self.lower:
+        if self.copying:
             result += self._demote(now_s)
-        for residency in (self.residency, *self.lower):
+        for residency in self.residencies:
             if residency.drops:
                 result += [m.Drop(kind, slots) for kind, slots in residency.drops.items()]
                 residency.drops = {}
@@ -240,13 +269,13 @@ class CacheCore:
 
     def _demote(self, now_s: float) -> list[m.Demote]:
         started: list[m.Demote] = []
-        for demotes in self.demotes:
+        for demotes in self.copying:
             started += demotes.start(self._next_id + len(started), now_s)
         self._next_id += len(started)
         return started
 
     def _tier(self, kind: TierKind) -> Residency:
-        return next(its for its in (self.residency, *self.lower) if kind in its.tiers)
+        return next(its for its in self.residencies if kind in its.tiers)
 
     def _lower(self, kind: TierKind) -> LowerTier:
         return next(tier for tier in self.lower if tier.kind == kind)
@@ -255,7 +284,7 @@ class CacheCore:
 
     def _register(self, event: m.RegisterEngine, now_s: float) -> list[m.Action]:
         engine = self.engines.register(event, now_s)
-        for residency in (self.residency, *self.lower):
+        for residency in self.residencies:
             for tier in residency.tiers.values():
                 tier.prune()
         return [m.Registered(engine.shape.slot_bytes)]
@@ -295,6 +324,9 @@ class CacheCore:
         self._next_id += 1
         if self.demotes and reply.lease:
             self.demotes[0].used(self.leases.leases[reply.lease].blocks[-1])
+        if self.promotes is not None and reply.lease and engine.maps_device:
+            lease = self.leases.leases[reply.lease]
+            self.promotes.read(lease.blocks[: lease.ready], now_s)
         return [reply]
 
     def _acquire(self, event: m.Acquire, now_s: float) -> list[m.Action]:
@@ -330,7 +362,20 @@ class CacheCore:
             corrupt = [key for key in corrupt if BlockId(key, event.shard) in own]
         instructions = self.verifies.reported(corrupt, event.shard, self._next_id)
         self._next_id += len(instructions)
-        return [self.leases.release(event, lease, now_s), *instructions]
+        released = self.leases.release(event, lease, now_s)
+        if self.copies is None:
+            return [released, *instructions]
+        if not is_peer(party.name):
+            self._suspect_copies(self.copies, event)
+        return self._all(now_s, released, *instructions)
+
+    def _suspect_copies(self, copies: Copies, event: m.Release) -> None:
+        """An engine has read wrong bytes, perhaps from copies: they go at once, and can be had anew."""
+        found = [copies.get(key, event.shard) for key in dict.fromkeys(event.corrupt_keys)]
+        wrong = [copy for copy in found if copy is not None and copy.state == RESIDENT]
+        if wrong:
+            self.leases.copies_lost(wrong)
+            copies.lose_wrong(wrong)
 
     def _reserve(self, event: m.Reserve, now_s: float) -> list[m.Action]:
         engine = self.engines.speaking(event.engine, event.fingerprint)
@@ -400,7 +445,7 @@ class CacheCore:
 
     def _dropped(self, event: m.Dropped, now_s: float) -> list[m.Action]:
         self._tier(event.tier).dropped(event.tier, event.slots)
-        for demotes in self.demotes:
+        for demotes in self.copying:
             demotes.room_made()
         return self._all(now_s)
 
@@ -408,7 +453,7 @@ class CacheCore:
         block = self.verifies.in_flight[event.verify]
         instructions = self.verifies.verified(event)
         if not event.intact:
-            for demotes in self.demotes:
+            for demotes in self.copying:
                 demotes.block_lost(block)
         return self._all(now_s, *instructions)
 
@@ -425,7 +470,7 @@ class CacheCore:
         return self._all(now_s)
 
     def _demoted(self, event: m.Demoted, now_s: float) -> list[m.Action]:
-        demotes = next(its for its in self.demotes if event.demote in its.running)
+        demotes = next(its for its in self.copying if event.demote in its.running)
         corrupt = demotes.ended(event, now_s)
         if isinstance(demotes.upper, LowerTier):
             self._lost_below(demotes.upper.lose_wrong(corrupt))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvtier.core.blocks import GHOST, PENDING, RESIDENT, Block
 from kvtier.core.checks_tiers import (
     blocks_of,
+    check_copies,
     check_lower,
     check_publishing,
     check_pulls,
@@ -29,13 +30,14 @@ def check_core(core: CacheCore) -> None:
     blocks = blocks_of(core.residency)
     direct = _direct_guards(core, blocks)
     _check_residency(core.residency, blocks, direct, _quarantined(core))
-    for tier in core.lower:
+    for tier in core.residencies[1:]:
         below = blocks_of(tier)
         _check_residency(tier, below, direct_guards_below(core, below), [])
     _check_ledgers(core, blocks)
     _check_reservations(core)
     check_pulls(core, blocks)
     check_lower(core)
+    check_copies(core)
     check_publishing(core)
     core.engine_blocks.check(core.engines.by_name)
     _check_waiting(core)

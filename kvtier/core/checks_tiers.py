@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvtier.core.blocks import GHOST, PENDING, RESIDENT, Block
 from kvtier.core.demotes import Demotes
 from kvtier.core.lower import MAX_SHAPES, LowerTier
+from kvtier.core.promotes import MAX_WAITING
 from kvtier.core.pulls import PullEntry
 from kvtier.core.rates import MAX_FAILURES, MAX_SOURCES, Source
 from kvtier.core.residency import Residency
@@ -28,7 +29,7 @@ def demote_sources(core: CacheCore, residency: Residency) -> Iterable[Block]:
     """What demotes guard in this tier, once for each."""
     return [
         source
-        for demotes in core.demotes
+        for demotes in core.copying
         if demotes.upper is residency
         for entry in demotes.running.values()
         for source in entry.sources
@@ -44,6 +45,8 @@ def direct_guards_below(core: CacheCore, blocks: list[Block]) -> Counter[Block]:
     for demotes in core.demotes:
         for demote in demotes.running.values():
             direct.update(block for block in demote.sources if block in here)
+    for lease in core.leases.leases.values():
+        direct.update(block for block in lease.copies if block in here)
     return direct
 
 
@@ -121,7 +124,7 @@ def check_lower(core: CacheCore) -> None:
     uppers: list[Residency] = [core.residency, *core.lower]
     assert [its.upper for its in core.demotes] == uppers[:-1]
     assert [its.lower for its in core.demotes] == core.lower
-    for demotes in core.demotes:
+    for demotes in core.copying:
         _check_demotes(core, demotes)
         tier = demotes.lower
         assert not tier.unverified, "what every read verifies is to be scrubbed"
@@ -149,6 +152,29 @@ def _check_demotes(core: CacheCore, demotes: Demotes) -> None:
     pending = {block for block in blocks_of(demotes.lower) if block.state == PENDING}
     assert set(targets) == pending, "a pending block that no demote writes"
     assert len(demotes.running) <= core.config.max_demotes
+
+
+def check_copies(core: CacheCore) -> None:
+    """What lies in device memory lies in the top tier, too, with the same bytes, and leases protect both."""
+    copies, promotes = core.copies, core.promotes
+    if copies is None or promotes is None:
+        assert not any(lease.copies for lease in core.leases.leases.values())
+        return
+    assert (promotes.upper, promotes.lower) == (core.residency, copies)
+    for copy in blocks_of(copies):
+        if copy.state == RESIDENT:
+            block = core.residency.get(*copy.id)
+            assert block is not None, "a copy outlives its block"
+            assert block.state == RESIDENT, "a copy outlives its block"
+            assert copy.checksum == block.checksum, "a copy of other bytes"
+            assert copy.shape.fingerprint == block.shape.fingerprint
+    assert all(block.state == RESIDENT for block in promotes.waiting), "what is gone waits for a promote"
+    assert len(promotes.waiting) <= MAX_WAITING
+    for lease in core.leases.leases.values():
+        if lease.valid:
+            read = lease.blocks[: lease.ready]
+            assert {copy.id for copy in lease.copies} <= {block.id for block in read}
+            assert all(copy.state == RESIDENT for copy in lease.copies), "a leased copy went"
 
 
 def _check_shape(tier: LowerTier, target: Block) -> None:

@@ -49,7 +49,10 @@ class CoreConfig:
     admit_by_worth
         Blocks go down to a full tier only if its policy would keep them longer than what goes for them.
     max_demotes, demote_batch_bytes
-        Demotes at once for each tier, and bytes of one (at least a block).
+        Demotes at once for each tier, and bytes of one (at least a block); promotes alike.
+    promote_after_uses, promote_wait_s
+        Blocks are copied to device memory only with so many uses (storing one is the first), when no lease is
+        open, or after so long.
     max_fetches, max_fetched_fraction
         Fetches at once from each tier, and the share of the top tier's bytes that they all may be filling:
         what an engine may lease it may also fetch.
@@ -92,6 +95,8 @@ class CoreConfig:
     admit_by_worth: bool = False
     max_demotes: int = 4
     demote_batch_bytes: int = 32 << 20
+    promote_after_uses: int = 2
+    promote_wait_s: float = 1.0
     max_fetches: int = 32
     max_fetched_fraction: float = 0.5
     fetch_overhead_s: float = 0.001

@@ -50,6 +50,7 @@ class Engine(Party):
     __slots__ = (
         "description",
         "layout",
+        "maps_device",
         "quarantined_bytes",
         "registered_at_s",
         "reservations",
@@ -61,6 +62,7 @@ class Engine(Party):
         super().__init__(event.engine, share, now_s)
         self.description = event.description[:_MAX_DESCRIPTION]
         self.layout = event.layout
+        self.maps_device = event.maps_device
         self.shape = shape
         self.registered_at_s = now_s
         self.reservations: dict[int, Reservation] = {}

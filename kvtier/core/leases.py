@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvtier.core.blocks import RESIDENT, Block
 from kvtier.core.config import CoreConfig
+from kvtier.core.copies import Copies
 from kvtier.core.engines import Engine, Party, is_peer
 from kvtier.core.holds import Holds
 from kvtier.core.messages import Acquire, Leased, Load, Ready, Release, Released
@@ -31,7 +32,8 @@ class Lease:
     """`blocks` may be read until `deadline_s`; `valid` until one of them was found corrupt.
 
     `ready` leading ones are here and their slots were told; a peer is told only of the `told` ones that were
-    here at first. The lease waits while more are to come.
+    here at first. The lease waits while more are to come. `copies` in device memory were told, too; each is
+    guarded by itself, so that none depends on what becomes of the others.
     """
 
     id: int
@@ -43,6 +45,7 @@ class Lease:
     told: int
     valid: bool = True
     waited: bool = False
+    copies: list[Block] = field(default_factory=list)
 
 
 class Leases(Holds):
@@ -54,6 +57,8 @@ class Leases(Holds):
         Leases by the block that they wait for: the first of them that is not here.
     readies
         Instructions of the present event.
+    copies
+        Device memory, if there is such a tier.
     """
 
     def __init__(self, config: CoreConfig, residency: Residency, counters: Counters) -> None:
@@ -61,6 +66,7 @@ class Leases(Holds):
         self.leases: OrderedDict[int, Lease] = OrderedDict()
         self.waiting: dict[Block, dict[int, Lease]] = {}
         self.readies: list[Ready] = []
+        self.copies: Copies | None = None
         self.expired: OrderedDict[int, str] = OrderedDict()
 
     # ---- begin
@@ -87,7 +93,7 @@ class Leases(Holds):
             residency.unguard(held)
             if not hold.deepest:
                 self._forget(event.request)
-        return reply
+        return self._with_copies(reply) if self.copies is not None and engine.maps_device else reply
 
     def give(self, event: Acquire, lease: int, peer: Party, now_s: float, reach: int = 0) -> Leased:
         """Lease what is here of the leading run to a peer, as far as its share allows; and what is fetched.
@@ -142,6 +148,18 @@ class Leases(Holds):
         checksums = [block.checksum for block in here]
         return Leased(id if run else 0, slots, checksums, self._config.lease_ttl_s, len(run) - ready)
 
+    def _with_copies(self, reply: Leased) -> Leased:
+        """Name what the lease has in device memory; both copies stay until it ends."""
+        lease = self.leases.get(reply.lease)
+        if lease is None:
+            return reply
+        assert self.copies is not None
+        found = self.copies.lend(lease.blocks[: lease.ready])
+        lease.copies = [copy for copy in found if copy is not None]
+        if not lease.copies:
+            return reply
+        return replace(reply, copies=[None if copy is None else copy.slot() for copy in found])
+
     # ---- ends
 
     def find(self, event: Release, engine: Party) -> Lease | None:
@@ -184,6 +202,9 @@ class Leases(Holds):
         if lease.blocks:
             lease.engine.ledger.remove(lease.blocks[-1])
             self._residency.unguard(lease.blocks[-1])
+        for copy in lease.copies:
+            assert self.copies is not None
+            self.copies.unguard(copy)
 
     def expire(self, now_s: float) -> None:
         """Everything whose time is over ends."""
@@ -212,9 +233,19 @@ class Leases(Holds):
             if not lease.valid or not lease.blocks or block.id.shard != lease.blocks[0].id.shard:
                 continue
             if block in lease.blocks:
-                lease.valid = False
-                if lease.ready < len(lease.blocks):
-                    self._cut(lease, lease.ready)
+                self._void(lease)
+
+    def copies_lost(self, copies: Sequence[Block]) -> None:
+        """The same of copies: whoever was told of one may have read wrong bytes, too."""
+        lost = set(copies)
+        for lease in self.leases.values():
+            if lease.valid and not lost.isdisjoint(lease.copies):
+                self._void(lease)
+
+    def _void(self, lease: Lease) -> None:
+        lease.valid = False
+        if lease.ready < len(lease.blocks):
+            self._cut(lease, lease.ready)
 
     # ---- blocks on their way
 
@@ -274,7 +305,7 @@ class Leases(Holds):
             del self.waiting[block]
 
     def _measure(self, lease: Lease, now_s: float) -> None:
-        if lease.waited or not lease.blocks:
+        if lease.waited or lease.copies or not lease.blocks:
             return
         block = lease.blocks[0]
         size_bytes = len(lease.blocks) * block.shape.block_bytes

@@ -242,11 +242,11 @@ class LowerTier(Residency):
 
 
 def _is_sound(slot: Slot, record: BlockRecord, header_bytes: int) -> bool:
-    keys = [record.block.key] if record.parent is None else [record.block.key, record.parent]
+    (key, shard), parent = record.block, record.parent
     return (
-        all(len(key) == KEY_SIZE_BYTES for key in keys)
-        and len(set(keys)) == len(keys)
-        and 0 <= record.block.shard < MAX_SHARDS
+        len(key) == KEY_SIZE_BYTES
+        and (parent is None or (len(parent) == KEY_SIZE_BYTES and parent != key))
+        and 0 <= shard < MAX_SHARDS
         and len(record.fingerprint) == _FINGERPRINT_SIZE_BYTES
         and len(record.checksum) == CHECKSUM_SIZE_BYTES
         and 0 < record.block_bytes <= slot.size_bytes - header_bytes

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.types import BlockId, BlockRecord, Key, Layout, Location, Slot, TierKind
 
@@ -22,13 +22,17 @@ from kvtier.types import BlockId, BlockRecord, Key, Layout, Location, Slot, Tier
 
 @dataclass(frozen=True, slots=True)
 class RegisterEngine:
-    """An engine process and the layout of its blocks. Repeating it with the same layout is fine."""
+    """An engine process and the layout of its blocks. Repeating it with the same layout is fine.
+
+    `maps_device`: it can read copies in the node's device memory, if there is such a tier.
+    """
 
     call_id: bytes
     engine: str
     layout: Layout
     fingerprint: bytes
     description: str = ""
+    maps_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +272,7 @@ class PullEnded:
 
 @dataclass(frozen=True, slots=True)
 class Demoted:
-    """A demote is over: nothing reads its source slots or writes its target slots any more.
+    """A demote or promote is over: nothing reads its source slots or writes its target slots any more.
 
     Parameters
     ----------
@@ -381,6 +385,8 @@ class Leased:
 
     `coming` more are leased and on their way: `Ready` names their slots as they arrive. A peer is told
     nothing: it asks again for what is `coming`, of which some may only wait for their turn to be fetched.
+    `copies` is empty, or has for each slot a second one in device memory with the same bytes, or None. Both
+    stay as long as the lease.
     """
 
     lease: int
@@ -388,6 +394,7 @@ class Leased:
     checksums: list[bytes]
     lease_ttl_s: float
     coming: int = 0
+    copies: list[Slot | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -566,6 +573,11 @@ class Demote:
     tier: TierKind
     slots: list[Slot]
     records: list[BlockRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class Promote(Demote):
+    """The same into device memory, of what is read most: copies that end with what they were copied from."""
 
 
 @dataclass(frozen=True, slots=True)

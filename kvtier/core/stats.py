@@ -38,7 +38,8 @@ class TierStats:
 
     The fields from `is_down` on are of tiers below the top: what runs now, and what was done since the core
     was made. `evicted_blocks` were dropped for others or by hand, `wrong_blocks` found to be so by a fetch or
-    by a demote from there.
+    by a demote from there. Of device memory `demoted_blocks` were promoted to it, `fetched_blocks` are those
+    that leases have named there, `evicted_blocks` also went because their block went above.
     """
 
     kind: TierKind

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from kvtier.core.blocks import RESIDENT, Block
 from kvtier.core.extents import TierMap
 from kvtier.core.lower import LowerTier
-from kvtier.core.residency import Residency
 from kvtier.core.stats import BlockPlace, CoreStats, TierStats
 from kvtier.types import BlockId, Key, TierKind
 
@@ -21,11 +20,10 @@ def places_of(core: CacheCore, keys: Sequence[Key]) -> list[BlockPlace]:
     """Every place of every block that is named, whatever its shard; by key, shard and tier."""
     leases: dict[Block, int] = {}
     for lease in core.leases.leases.values():
-        for leased in lease.blocks:
+        for leased in (*lease.blocks, *lease.copies):
             leases[leased] = leases.get(leased, 0) + 1
     pinned = core.pins.ledger.counts
-    residencies: list[Residency] = [core.residency, *core.lower]
-    shards = sorted({shard for residency in residencies for shard in residency.shards})
+    shards = sorted({shard for residency in core.residencies for shard in residency.shards})
     return [
         BlockPlace(
             index,
@@ -38,7 +36,7 @@ def places_of(core: CacheCore, keys: Sequence[Key]) -> list[BlockPlace]:
         )
         for index, key in enumerate(keys)
         for shard in shards
-        for residency in residencies
+        for residency in core.residencies
         if (block := residency.get(key, shard)) is not None and block.state == RESIDENT
     ]
 
@@ -58,7 +56,7 @@ def stats_of(core: CacheCore) -> CoreStats:
     leased_bytes = sum(ledger.bytes for ledger in core.residency.ledgers if ledger is not pins)
     top = _tier_stats(next(iter(core.residency.tiers.values())), leased_bytes, pins.bytes)
     return CoreStats(
-        tiers=[top, *(_lower_stats(core, tier) for tier in core.lower)],
+        tiers=[top, *(_lower_stats(core, tier) for tier in core.lower), *_device_stats(core)],
         engines=[
             replace(engine.stats(), resident_blocks=core.engine_blocks.count(engine.name))
             for engine in core.engines.by_name.values()
@@ -92,9 +90,14 @@ def _lower_stats(core: CacheCore, tier: LowerTier) -> TierStats:
     return replace(
         _tier_stats(tier.map, 0, 0),
         is_down=tier.is_down,
-        demotes=sum(len(demotes.running) for demotes in core.demotes if demotes.lower is tier),
+        demotes=sum(len(demotes.running) for demotes in core.copying if demotes.lower is tier),
         fetches=tier.source.running,
         fetch_bytes_per_s=1 / tier.source.s_per_byte,
         evicted_blocks=tier.dropped_blocks.evicted_blocks,
         **asdict(tier.counts),
     )
+
+
+def _device_stats(core: CacheCore) -> list[TierStats]:
+    """Of device memory, if there is such a tier: nothing is fetched from it, so there is no rate."""
+    return [] if core.copies is None else [replace(_lower_stats(core, core.copies), fetch_bytes_per_s=0.0)]

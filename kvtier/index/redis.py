@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar, Final
 
@@ -232,13 +232,23 @@ class RedisIndex(Index):
         ttl = b"%d" % self._ttl_s
         is_cluster = self._servers is not None and self._servers.by_slot
         step = CLUSTER_ROUND_BLOCKS if is_cluster else ROUND_BLOCKS
+        requests = following = self._packed(blocks[:step], script, head, ttl)
         for begin in range(0, len(blocks), step):
-            requests = [
-                Request(slot, pack_eval(script, keys, head, ttl))
-                for slot, keys in self._batches(blocks[begin : begin + step], tier is TierKind.HBM)
-            ]
+            rest = blocks[begin + step : begin + 2 * step]
+
+            def prepare(rest: Sequence[BlockId] = rest) -> None:
+                nonlocal following
+                following = self._packed(rest, script, head, ttl)
+
             async with self._bounded(operation, CALL_TIMEOUT_S):
-                await self._exchange(requests)
+                await self._exchange(requests, prepare)
+            requests = following
+
+    def _packed(self, blocks: Sequence[BlockId], script: bytes, head: bytes, ttl: bytes) -> list[Request]:
+        return [
+            Request(slot, pack_eval(script, keys, head, ttl))
+            for slot, keys in self._batches(blocks, head[15] == TierKind.HBM)
+        ]
 
     def _batches(self, blocks: Sequence[BlockId], in_hbm: bool) -> Iterator[tuple[int, list[bytes]]]:
         """Keys of one slot where that matters, at most `SCRIPT_BLOCKS`."""
@@ -298,11 +308,17 @@ class RedisIndex(Index):
 
     # ---- calls
 
-    async def _exchange(self, requests: Sequence[Request], *, is_lenient: bool = False) -> list[Any]:
+    async def _exchange(
+        self,
+        requests: Sequence[Request],
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        is_lenient: bool = False,
+    ) -> list[Any]:
         """The answers; one that is an error is raised, or left to the caller."""
         if self._servers is None:
             raise IndexFault(f"the index {self.address} is not open")
-        answers = await self._servers.exchange(requests)
+        answers = await self._servers.exchange(requests, meanwhile)
         if not is_lenient:
             for answer in answers:
                 if isinstance(answer, ResponseError):

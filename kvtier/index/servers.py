@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
 from redis.asyncio.connection import (
@@ -130,8 +130,10 @@ async def receive(connection: AbstractConnection, count: int) -> list[Any]:
     return answers
 
 
-async def converse(plan: Sequence[tuple[Server, Sequence[bytes]]]) -> list[list[Any]]:
-    """Send each server its commands, then read all answers, in order.
+async def converse(
+    plan: Sequence[tuple[Server, Sequence[bytes]]], meanwhile: Callable[[], None] | None = None
+) -> list[list[Any]]:
+    """Send each server its commands, do `meanwhile`, then read all answers, in order.
 
     The same order of servers in every plan: calls that wait for connections never wait in a circle.
     """
@@ -140,6 +142,8 @@ async def converse(plan: Sequence[tuple[Server, Sequence[bytes]]]) -> list[list[
     try:
         for server, commands in plan:
             begun.append((server, await server.send(b"".join(commands)), len(commands)))
+        if meanwhile is not None:
+            meanwhile()
         for _, connection, count in begun:
             answers.append(await receive(connection, count))
     finally:
@@ -160,8 +164,13 @@ class Servers(ABC):
     by_slot: ClassVar[bool]
 
     @abstractmethod
-    async def exchange(self, requests: Sequence[Request]) -> list[Any]:
+    async def exchange(
+        self, requests: Sequence[Request], meanwhile: Callable[[], None] | None = None
+    ) -> list[Any]:
         """The answer to each request; an error that a server answers is one of them.
+
+        `meanwhile` is work for the time that the servers take: called when all has been sent, at least once
+        where answers are returned, perhaps again where something is asked again.
 
         Raises
         ------
@@ -189,9 +198,11 @@ class Single(Servers):
             pool = ConnectionPool(kind, host=host, port=port, db=address.database, **arguments)
         self._server = Server(pool)
 
-    async def exchange(self, requests: Sequence[Request]) -> list[Any]:
+    async def exchange(
+        self, requests: Sequence[Request], meanwhile: Callable[[], None] | None = None
+    ) -> list[Any]:
         """See `Servers`."""
-        (answers,) = await converse([(self._server, [request.packed for request in requests])])
+        (answers,) = await converse([(self._server, [request.packed for request in requests])], meanwhile)
         if any(isinstance(answer, ReadOnlyError) for answer in answers):
             await self._server.close()  # its name may lead to the new master
         return answers
@@ -227,17 +238,19 @@ class Watched(Servers):
         )
         self._server = Server(pool)
 
-    async def exchange(self, requests: Sequence[Request]) -> list[Any]:
+    async def exchange(
+        self, requests: Sequence[Request], meanwhile: Callable[[], None] | None = None
+    ) -> list[Any]:
         """See `Servers`."""
         commands = [request.packed for request in requests]
         try:
-            (answers,) = await converse([(self._server, commands)])
+            (answers,) = await converse([(self._server, commands)], meanwhile)
         except AuthenticationError:
             if self._with_credentials or self._options.credentials is None:
                 raise
             await self.close()
             self._use(with_credentials=True)
-            (answers,) = await converse([(self._server, commands)])
+            (answers,) = await converse([(self._server, commands)], meanwhile)
         except (LookupError, AttributeError, TypeError):  # of redis-py, which believes sentinels
             raise RedisConnectionError("a sentinel's answer is not well-formed") from None
         return answers
@@ -262,12 +275,14 @@ class Cluster(Servers):
         self._is_stale = True
         self._asking = asyncio.Lock()
 
-    async def exchange(self, requests: Sequence[Request]) -> list[Any]:
+    async def exchange(
+        self, requests: Sequence[Request], meanwhile: Callable[[], None] | None = None
+    ) -> list[Any]:
         """See `Servers`."""
         try:
             if self._is_stale:
                 await self._ask()
-            answers = await self._once(requests)
+            answers = await self._once(requests, meanwhile)
             moved = [number for number, answer in enumerate(answers) if isinstance(answer, MovedError)]
             if moved:
                 await self._ask()
@@ -279,7 +294,9 @@ class Cluster(Servers):
             raise
         return answers
 
-    async def _once(self, requests: Sequence[Request]) -> list[Any]:
+    async def _once(
+        self, requests: Sequence[Request], meanwhile: Callable[[], None] | None = None
+    ) -> list[Any]:
         numbers: dict[Place, list[int]] = {}
         for number, request in enumerate(requests):
             place = self._by_slot[request.slot]
@@ -289,7 +306,7 @@ class Cluster(Servers):
         places = sorted(numbers)
         plan = [(self._servers[place], [requests[n].packed for n in numbers[place]]) for place in places]
         answers: list[Any] = [None] * len(requests)
-        for place, its in zip(places, await converse(plan), strict=True):
+        for place, its in zip(places, await converse(plan, meanwhile), strict=True):
             for number, answer in zip(numbers[place], its, strict=True):
                 answers[number] = answer
         return answers

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 from kvtier.core import messages as m
@@ -15,6 +16,7 @@ from kvtier.node import Node
 from kvtier.server import wire
 from kvtier.server.calls import log, refuse, run, unary
 from kvtier.tiers.arena import Arena
+from kvtier.tiers.hbm import HbmTier
 from kvtier.types import TierKind
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
@@ -31,12 +33,16 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self._node = node
         self._arena = arena
         self._max_keys = node.config.max_keys_per_call
+        self._device_memory = _export(node)
         self._ending: set[asyncio.Task[None]] = set()  # at most one a lease
 
     @unary
     async def Register(self, request: pb.RegisterRequest) -> pb.RegisterResponse:
         """Say who the engine is; the answer says where the arena is."""
-        reply = await run(self._node, wire.register(request), m.Registered)
+        event = wire.register(request)
+        device_memory = self._device_memory if event.maps_device else None
+        event = replace(event, maps_device=device_memory is not None)
+        reply = await run(self._node, event, m.Registered)
         config = self._node.config
         return pb.RegisterResponse(
             node_id=self._node.identity.node_id,
@@ -52,6 +58,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             max_keys_per_call=config.max_keys_per_call,
             slot_bytes=reply.slot_bytes,
             verify_loads=config.verify_loads,
+            device_memory=device_memory,
         )
 
     @unary
@@ -141,3 +148,15 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         """Note what the engine's own memory has."""
         reply = await run(self._node, wire.report_resident(request, self._max_keys), m.Noted)
         return pb.ReportResidentResponse(blocks=reply.blocks)
+
+
+def _export(node: Node) -> pb.DeviceMemory | None:
+    """What engines map the node's device memory by; None where it has none, or none that can be exported."""
+    tier = node.tiers.get(TierKind.HBM)
+    if not isinstance(tier, HbmTier):
+        return None
+    try:
+        return pb.DeviceMemory(device=tier.device, handle=tier.handle(), size_bytes=tier.capacity_bytes)
+    except KvtierError as error:
+        log.error("engines cannot read device memory: nothing is copied there", why=str(error))
+        return None

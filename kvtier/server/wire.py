@@ -152,6 +152,7 @@ def register(message: engine_pb2.RegisterRequest) -> m.RegisterEngine:
         layout=layout,
         fingerprint=fingerprint,
         description=_printable(message.description, "description", MAX_DESCRIPTION_CHARS),
+        maps_device=message.maps_device_memory,
     )
 
 
@@ -309,7 +310,7 @@ def offered(reply: m.Offered) -> engine_pb2.LookupResponse:
 
 def leased(reply: m.Leased, tier: TierKind) -> Iterator[engine_pb2.LoadResponse]:
     """What is here already, `LOAD_CHUNK_BLOCKS` blocks a message; one without blocks where there are none."""
-    return _load_messages(reply, 0, reply.slots, reply.checksums, reply.coming, tier)
+    return _load_messages(reply, 0, reply.slots, reply.checksums, reply.coming, tier, reply.copies)
 
 
 def ready(reply: m.Leased, more: m.Ready, left: int, tier: TierKind) -> Iterator[engine_pb2.LoadResponse]:
@@ -324,6 +325,7 @@ def _load_messages(
     checksums: Sequence[bytes],
     coming: int,
     tier: TierKind,
+    copies: Sequence[Slot | None] = (),
 ) -> Iterator[engine_pb2.LoadResponse]:
     for begin in range(0, max(1, len(slots)), LOAD_CHUNK_BLOCKS):
         end = begin + LOAD_CHUNK_BLOCKS
@@ -335,6 +337,7 @@ def _load_messages(
             lease_ttl_s=reply.lease_ttl_s,
             tier=tier,
             coming=coming + max(0, len(slots) - end),
+            copies=pack_offsets(copies[begin:end]),
         )
 
 

@@ -79,7 +79,15 @@ class SimulatedEngine:
 
     def register(self) -> Task:
         """Make the node know this engine, again after a restart."""
-        yield Call(m.RegisterEngine(self.call_id(), self.name, self.layout, self.fingerprint, "simulated"))
+        event = m.RegisterEngine(
+            self.call_id(),
+            self.name,
+            self.layout,
+            self.fingerprint,
+            "simulated",
+            maps_device=self.node.device is not None,
+        )
+        yield Call(event)
 
     def work(self) -> Task:
         """One store or one load."""
@@ -174,7 +182,11 @@ class SimulatedEngine:
         if self.rng.random() < 0.03:
             return
         wrong: dict[Key, list[object]] = {}
-        yield from self._read(keys, reply.slots, reply.checksums, shard, wrong)
+        slots = reply.slots
+        if reply.copies:
+            both = zip(reply.slots, reply.copies, strict=True)
+            slots = [slot if copy is None or self.rng.random() < 0.2 else copy for slot, copy in both]
+        yield from self._read(keys, slots, reply.checksums, shard, wrong)
         told = len(reply.slots)
         if reply.coming:
             told = yield from self._read_what_comes(reply, keys, shard, wrong)

@@ -27,6 +27,8 @@ DISK: Final = 1 << 20
 """Arena of the last tier, which no restart empties."""
 FAR: Final = DISK + 1
 """Arena of far memory, which every restart empties."""
+DEVICE: Final = DISK + 2
+"""Arena of device memory, which has second copies, and which every restart empties."""
 
 
 class Violation(AssertionError):
@@ -46,12 +48,16 @@ def content(block: BlockId, page: int) -> Token:
 
 @dataclass(slots=True)
 class LiveLease:
-    """A lease that the core has given and that is valid as far as anybody outside can know."""
+    """A lease that the core has given and that is valid as far as anybody outside can know.
+
+    `copies`: those of its blocks that it was told a slot in device memory of, too.
+    """
 
     engine: str
     blocks: list[BlockId]
     pages: set[PageId]
     deadline_s: float
+    copies: set[BlockId]
 
 
 @dataclass(slots=True, eq=False)
@@ -86,12 +92,14 @@ class SimulatedNode:
         below: TierSpec | None = None,
         far: TierSpec | None = None,
         policy: str = "lru",
+        device: TierSpec | None = None,
     ) -> None:
         self.rng = rng
         self.config = config
         self.tier = tier
         self.below = below
         self.far = far
+        self.device = device
         self.policy = policy
         self.incarnation = 0
         self.arenas: dict[int, list[Token]] = {}
@@ -111,7 +119,7 @@ class SimulatedNode:
         """
         self.incarnation += 1
         self.daemon = object()
-        self.writers = {page: writer for page, writer in self.writers.items() if page[0] not in (DISK, FAR)}
+        self.writers = {page: writer for page, writer in self.writers.items() if page[0] < DISK}
         self.readings.clear()
         self.is_told_down = False
         whole = self.tier.capacity_bytes // self.tier.extent_bytes
@@ -120,12 +128,15 @@ class SimulatedNode:
         self.arenas[self.incarnation] = ["empty"] * (self.tier.capacity_bytes // PAGE_SIZE_BYTES)
         if self.incarnation > 1 and self.rng.random() < 0.5:
             self.arenas[self.incarnation - 1][:] = ["punched"] * len(self.arenas[self.incarnation - 1])
-        tiers = [its for its in (tier, self.below, self.far) if its is not None]
+        tiers = [its for its in (tier, self.below, self.far, self.device) if its is not None]
+        if self.device is not None:
+            self.arenas[DEVICE] = ["empty"] * (self.device.capacity_bytes // PAGE_SIZE_BYTES)
         if self.far is not None:
             self.arenas[FAR] = ["empty"] * (self.far.capacity_bytes // PAGE_SIZE_BYTES)
         self.core = CacheCore(self.config, tiers, POLICIES[self.policy], seed=self.incarnation)
         self.replies: dict[tuple[str, bytes], m.Action] = {}
         self.leases: dict[int, LiveLease] = {}
+        self.void: set[int] = set()  # leases of which the core has to say that they are not valid
         self.holds: dict[str, LiveHold] = {}
         self.fetches: dict[int, tuple[m.Fetch, int]] = {}
         self.demotes: dict[int, m.Demote] = {}
@@ -163,6 +174,7 @@ class SimulatedNode:
                 self._ready(action)
             else:
                 reply = action
+        self._ended(event, reply)
         for instruction in instructions:
             if isinstance(instruction, m.Lost):
                 self._lost(instruction)
@@ -228,10 +240,22 @@ class SimulatedNode:
                 self._count("wrong", len(wrong))
                 self._read_no_more(wrong, demote.sources[0].arena)
 
-    def _after(self, event: m.Event, reply: m.Action | None, now_s: float) -> None:
+    def _ended(self, event: m.Event, reply: m.Action | None) -> None:
+        """What the event itself ends is over before its instructions are judged: they may use its slots."""
         if isinstance(event, m.EngineDied):
             self.replies = {k: v for k, v in self.replies.items() if k[0] != event.engine}
             self.leases = {k: v for k, v in self.leases.items() if v.engine != event.engine}
+        elif isinstance(event, m.Release) and isinstance(reply, m.Released):
+            if (event.engine, event.call_id) in self.replies:
+                return  # a repeat: what was meant is over, and there may be other leases by now
+            if event.lease is not None:
+                self.leases.pop(event.lease, None)
+                if reply.valid and event.lease in self.void:
+                    raise Violation("a lease of a copy that was found to be wrong is valid")
+            if self.device is not None:
+                self._suspect({BlockId(key, event.shard) for key in event.corrupt_keys})
+
+    def _after(self, event: m.Event, reply: m.Action | None, now_s: float) -> None:
         call_id = getattr(event, "call_id", None)
         if call_id is not None and reply is not None:
             name = (getattr(event, "engine", ""), call_id)
@@ -250,8 +274,6 @@ class SimulatedNode:
             case m.Load(), m.Leased():
                 self._loaded(event, reply, now_s)
             case m.Release(), m.Released():
-                if event.lease is not None:
-                    self.leases.pop(event.lease, None)
                 if event.request is not None:
                     self.holds.pop(event.request, None)
             case m.Reserve(), m.Reserved():
@@ -275,8 +297,20 @@ class SimulatedNode:
                 raise Violation(f"{len(asked)} blocks were held, {len(reply.slots)} are here")
         if reply.lease and reply.lease not in self.leases:
             blocks = [BlockId(key, event.shard) for key in event.keys[: len(reply.slots)]]
-            pages = {page for slot in reply.slots for page in pages_of(slot)}
-            self.leases[reply.lease] = LiveLease(event.engine, blocks, pages, now_s + reply.lease_ttl_s)
+            copies = [copy for copy in reply.copies if copy is not None]
+            self._count("told copies", len(copies))
+            pages = {page for slot in (*reply.slots, *copies) for page in pages_of(slot)}
+            twins = {block for block, copy in zip(blocks, reply.copies, strict=False) if copy is not None}
+            deadline_s = now_s + reply.lease_ttl_s
+            self.leases[reply.lease] = LiveLease(event.engine, blocks, pages, deadline_s, twins)
+
+    def _suspect(self, blocks: set[BlockId]) -> None:
+        """Copies of these are given up, and whoever was told of them has to be told that it read nothing."""
+        self._count("suspected", len(blocks))
+        void = [id for id, lease in self.leases.items() if not blocks.isdisjoint(lease.copies)]
+        for id in void:
+            del self.leases[id]
+        self.void.update(void)
 
     def _ready(self, ready: m.Ready) -> None:
         """More of a lease has come: it is protected like the rest."""
@@ -350,6 +384,8 @@ class SimulatedNode:
             number = DISK
         if self.far is not None and self.rng.random() < 0.3:
             number = FAR
+        if self.device is not None and self.rng.random() < 0.3:
+            number = DEVICE
         arena = self.arenas[number]
         full = [i for i, token in enumerate(arena) if isinstance(token, tuple)]
         if full:
@@ -396,7 +432,7 @@ class SimulatedNode:
                     raise Violation(f"{getattr(tier, f'{state}_bytes')} {state} bytes are left at the end")
         if stats.engines or stats.holds or stats.leases or stats.pins:
             raise Violation("engines, holds, leases or pins are left at the end")
-        for residency in (self.core.residency, *self.core.lower):
+        for residency in self.core.residencies:
             for tier_map in residency.tiers.values():
                 if len(tier_map.free_extents) != len(tier_map.extents):
                     raise Violation("an extent was not given back")

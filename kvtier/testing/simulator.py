@@ -22,7 +22,7 @@ from kvtier.core import messages as m
 from kvtier.core.config import CoreConfig, TierSpec
 from kvtier.core.policies import POLICIES
 from kvtier.testing.simulated_engine import SimulatedEngine, Sleep, Task, make_chain, make_layout
-from kvtier.testing.simulated_node import DISK, FAR, SimulatedNode
+from kvtier.testing.simulated_node import DEVICE, DISK, FAR, SimulatedNode
 from kvtier.testing.simulated_tier import SimulatedTier
 from kvtier.types import PAGE_SIZE_BYTES, TierKind
 
@@ -68,6 +68,8 @@ class Simulation:
         Whether there is far memory between it and the top; None: the seed decides, where there is a disk.
     policy
         By name; None: the seed decides.
+    device
+        Whether there is device memory, with second copies of what is read often.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Simulation:
         below: bool | None = None,
         far: bool | None = None,
         policy: str | None = None,
+        device: bool = False,
     ) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
@@ -116,7 +119,8 @@ class Simulation:
         between = self._far(seed, extent_bytes) if far else None
         if policy is None:
             policy = random.Random(f"policy/{seed}").choice(sorted(POLICIES))
-        self.node = SimulatedNode(self.rng, config, tier, disk, between, policy)
+        above = self._device(seed, extent_bytes) if device else None
+        self.node = SimulatedNode(self.rng, config, tier, disk, between, policy, above)
         self.tier = SimulatedTier(self)
         self.engines: list[SimulatedEngine] = []
         self.everyone: list[SimulatedEngine] = []
@@ -145,6 +149,11 @@ class Simulation:
     def _far(seed: int, extent_bytes: int) -> TierSpec:
         size = extent_bytes * random.Random(f"far/{seed}").choice((2, 4, 8))
         return TierSpec(TierKind.FAR, size, size, extent_bytes, arena=FAR)
+
+    @staticmethod
+    def _device(seed: int, extent_bytes: int) -> TierSpec:
+        size = extent_bytes * random.Random(f"device/{seed}").choice((1, 2, 4))
+        return TierSpec(TierKind.HBM, size, size, extent_bytes, arena=DEVICE)
 
     # ---- clock and tasks
 
@@ -337,7 +346,7 @@ class Simulation:
         assert self.tasks == 0, "a simulated task never ended"
         for chain in self._all_chains():
             self.handle(m.Evict(self.rng.randbytes(16), chain))
-        if self.node.core.lower:
+        if self.node.core.copying:
             self._evict_again()
         end_s = self.now_s + 60.0
         while self.now_s < end_s:
@@ -366,13 +375,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0:200", help="FIRST:END, or one seed")
     parser.add_argument("--steps", type=int, default=2000, help="events of each history")
     parser.add_argument("--check-every", type=int, default=1, help="check invariants after so many events")
+    parser.add_argument("--device", action="store_true", help="with device memory")
     args = parser.parse_args(argv)
     first, _, end = args.seeds.partition(":")
     loaded = steps = 0
     seeds = range(int(first), int(end) if end else int(first) + 1)
     for seed in seeds:
         try:
-            result = Simulation(seed, args.check_every).run(args.steps)
+            result = Simulation(seed, args.check_every, device=args.device).run(args.steps)
         except Exception:
             traceback.print_exc()
             print(f"seed {seed} failed: --seeds {seed} --steps {args.steps}", file=sys.stderr)

@@ -96,6 +96,16 @@ def why_not(device: str) -> str:
     return device_cuda.why_not(int(device.partition(":")[2]))
 
 
+def free_bytes(device: str) -> int:
+    """Bytes of a device that can be used here which could be taken now."""
+    if check_device(device) == "cpu":
+        return machine.memory_available_bytes()
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(int(device.partition(":")[2]))
+    return int(free)
+
+
 def allocate(device: str, size_bytes: int) -> Slab:
     """A slab of zeros.
 

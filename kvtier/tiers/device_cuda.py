@@ -69,15 +69,15 @@ class CudaSlab(Slab):
     @classmethod
     def allocate(cls, index: int, size_bytes: int) -> CudaSlab:
         """See `kvtier.tiers.device.allocate`."""
-        runtime = _usable(index)
-        address = int(_checked(runtime.cudaMalloc(size_bytes), f"{size_bytes} bytes of cuda:{index}"))
-        try:
-            slab = cls(index, address, size_bytes, lambda runtime, at: runtime.cudaFree(at))
-            slab.zero([(0, size_bytes)])
-        except BaseException:
-            runtime.cudaFree(address)
-            raise
-        return slab
+        with _using(index) as runtime:
+            address = int(_checked(runtime.cudaMalloc(size_bytes), f"{size_bytes} bytes of cuda:{index}"))
+            try:
+                slab = cls(index, address, size_bytes, lambda runtime, at: runtime.cudaFree(at))
+                slab.zero([(0, size_bytes)])
+            except BaseException:
+                runtime.cudaFree(address)
+                raise
+            return slab
 
     @classmethod
     def map(cls, uuid: str, ipc: bytes, size_bytes: int) -> CudaSlab:
@@ -92,12 +92,12 @@ class CudaSlab(Slab):
         index = next((i for i in every if str(torch.cuda.get_device_properties(i).uuid) == uuid), None)
         if index is None:
             raise Unavailable(f"this process does not see the device {uuid} that the slab lies on")
-        runtime = _usable(index)
-        handle = runtime.cudaIpcMemHandle_t()
-        handle.reserved = ipc
-        opened = runtime.cudaIpcOpenMemHandle(handle, _LAZY_PEER_ACCESS)
-        address = int(_checked(opened, "mapping the node's slab"))
-        return cls(index, address, size_bytes, lambda runtime, at: runtime.cudaIpcCloseMemHandle(at))
+        with _using(index) as runtime:
+            handle = runtime.cudaIpcMemHandle_t()
+            handle.reserved = ipc
+            opened = runtime.cudaIpcOpenMemHandle(handle, _LAZY_PEER_ACCESS)
+            address = int(_checked(opened, "mapping the node's slab"))
+            return cls(index, address, size_bytes, lambda runtime, at: runtime.cudaIpcCloseMemHandle(at))
 
     def copy_in(self, copies: Sequence[Copy]) -> None:
         """See `Slab`: all on one stream, one wait at the end."""
@@ -139,7 +139,8 @@ class CudaSlab(Slab):
         """See `Slab`."""
         import torch
 
-        ipc = _checked(_usable(self._index).cudaIpcGetMemHandle(self.address), "exporting the slab")
+        with _using(self._index) as runtime:
+            ipc = _checked(runtime.cudaIpcGetMemHandle(self.address), "exporting the slab")
         uuid = str(torch.cuda.get_device_properties(self._index).uuid)
         fields = {"kind": self.kind, "uuid": uuid, "ipc": bytes(ipc.reserved).hex()}
         return json.dumps({**fields, "size_bytes": self.size_bytes}).encode()
@@ -172,7 +173,8 @@ class CudaSlab(Slab):
             for address in self._pinned:
                 torch.cuda.cudart().cudaHostUnregister(address)
             self._tensor = None
-            self._release(_usable(self._index), self.address)
+            with _using(self._index) as runtime:
+                self._release(runtime, self.address)
 
 
 class _Memory:
@@ -207,13 +209,20 @@ def _host(memory: memoryview) -> Any:
     return torch.from_numpy(np.asarray(_HostMemory(address, memory.nbytes)))
 
 
-def _usable(index: int) -> Any:
-    """The runtime's binding, with this device the thread's own; its primary context is torch's, too."""
+@contextmanager
+def _using(index: int) -> Iterator[Any]:
+    """The runtime's binding, with this device the thread's own meanwhile: the thread may be an engine's.
+
+    Its primary context is torch's, too.
+    """
     if why := why_not(index):
         raise Unavailable(why)
+    import torch
+
     runtime = importlib.import_module("cuda.bindings.runtime")
-    _checked(runtime.cudaSetDevice(index), f"cuda:{index}")
-    return runtime
+    with torch.cuda.device(index):
+        _checked(runtime.cudaSetDevice(index), f"cuda:{index}")
+        yield runtime
 
 
 def _checked(result: tuple[Any, ...], what: str) -> Any:

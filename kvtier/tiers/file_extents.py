@@ -93,8 +93,8 @@ class Extent:
 
 def found(number: int, extent: Extent, arena: int) -> Iterator[tuple[Slot, BlockRecord]]:
     """The blocks of an extent, with where they lie."""
-    for header in file_format.unpack_rows(extent.held_rows()):
-        yield Slot(arena, number, header.place.offset_bytes, header.place.slot_bytes), header.record
+    for offset_bytes, slot_bytes, record in file_format.unpack_places(extent.held_rows()):
+        yield Slot(arena, number, offset_bytes, slot_bytes), record
 
 
 def clean_rows(

@@ -24,53 +24,55 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/engine.proto\x12\tkvtier.v1\"\xdf\x01\n\x06Layout\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\x04\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\x04\x12\x10\n\x08head_dim\x18\x04 \x01(\x04\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\x04\x12\r\n\x05order\x18\x07 \x01(\t\x12\x19\n\x11layer_block_bytes\x18\x08 \x01(\x04\x12\x10\n\x08interior\x18\t \x01(\t\x12\x13\n\x0bscale_bytes\x18\n \x01(\x04\x12\x15\n\rpadding_bytes\x18\x0b \x01(\x04\"\x9c\x01\n\x0fRegisterRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\x0c\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12!\n\x06layout\x18\x04 \x01(\x0b\x32\x11.kvtier.v1.Layout\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\x0c\x12\x13\n\x0b\x64\x65scription\x18\x06 \x01(\t\"\xce\x01\n\x10RegisterResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x1f\n\x05\x61rena\x18\x03 \x01(\x0b\x32\x10.kvtier.v1.Arena\x12\x13\n\x0blease_ttl_s\x18\x04 \x01(\x01\x12\x19\n\x11reservation_ttl_s\x18\x05 \x01(\x01\x12\x19\n\x11max_keys_per_call\x18\x06 \x01(\r\x12\x12\n\nslot_bytes\x18\x07 \x01(\x04\x12\x14\n\x0cverify_loads\x18\x08 \x01(\t\"T\n\x05\x41rena\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\r\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x61llocated_bytes\x18\x04 \x01(\x04\"\x87\x01\n\rLookupRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x13\n\x0bshard_count\x18\x04 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\x0c\x12\x17\n\x0f\x62lock_compute_s\x18\x06 \x01(\x01\"\x8d\x01\n\x0eLookupResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x12\n\nestimate_s\x18\x02 \x01(\x01\x12\x12\n\nhold_ttl_s\x18\x03 \x01(\x01\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12#\n\x05tiers\x18\x05 \x03(\x0b\x32\x14.kvtier.v1.TierCount\x12\x0e\n\x06\x63oming\x18\x06 \x01(\r\")\n\tTierCount\x12\x0c\n\x04tier\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"b\n\x0bLoadRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\r\n\x05shard\x18\x05 \x01(\r\"\x84\x01\n\x0cLoadResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\r\n\x05slots\x18\x03 \x01(\x0c\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\x12\x13\n\x0blease_ttl_s\x18\x05 \x01(\x01\x12\x0c\n\x04tier\x18\x06 \x01(\r\x12\x0e\n\x06\x63oming\x18\x07 \x01(\r\"\x8b\x01\n\x0eReleaseRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x12\n\x08lease_id\x18\x03 \x01(\x04H\x00\x12\x14\n\nrequest_id\x18\x04 \x01(\tH\x00\x12\x14\n\x0c\x63orrupt_keys\x18\x05 \x01(\x0c\x12\r\n\x05shard\x18\x06 \x01(\rB\x06\n\x04what\" \n\x0fReleaseResponse\x12\r\n\x05valid\x18\x01 \x01(\x08\"v\n\x0eReserveRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x0e\n\x06parent\x18\x03 \x01(\x0c\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\r\n\x05shard\x18\x05 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\x0c\"c\n\x0fReserveResponse\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x0e\n\x06states\x18\x02 \x01(\x0c\x12\r\n\x05slots\x18\x03 \x01(\x0c\x12\x19\n\x11reservation_ttl_s\x18\x04 \x01(\x01\"l\n\rCommitRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x16\n\x0ereservation_id\x18\x03 \x01(\x04\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\x11\n\tchecksums\x18\x05 \x01(\x0c\"#\n\x0e\x43ommitResponse\x12\x11\n\tcommitted\x18\x01 \x01(\r\"X\n\x0c\x41\x62ortRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x16\n\x0ereservation_id\x18\x03 \x01(\x04\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\"\x1e\n\rAbortResponse\x12\r\n\x05\x66reed\x18\x01 \x01(\r\"j\n\x15ReportResidentRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\x12\r\n\x05\x63lear\x18\x05 \x01(\x08\"(\n\x16ReportResidentResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r*\x96\x01\n\x0cReserveState\x12\x1d\n\x19RESERVE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15RESERVE_STATE_GRANTED\x10\x01\x12\x19\n\x15RESERVE_STATE_PRESENT\x10\x02\x12\x16\n\x12RESERVE_STATE_BUSY\x10\x03\x12\x19\n\x15RESERVE_STATE_REFUSED\x10\x04\x32\xa4\x04\n\rEngineService\x12\x43\n\x08Register\x12\x1a.kvtier.v1.RegisterRequest\x1a\x1b.kvtier.v1.RegisterResponse\x12=\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x19.kvtier.v1.LookupResponse\x12\x39\n\x04Load\x12\x16.kvtier.v1.LoadRequest\x1a\x17.kvtier.v1.LoadResponse0\x01\x12@\n\x07Release\x12\x19.kvtier.v1.ReleaseRequest\x1a\x1a.kvtier.v1.ReleaseResponse\x12@\n\x07Reserve\x12\x19.kvtier.v1.ReserveRequest\x1a\x1a.kvtier.v1.ReserveResponse\x12=\n\x06\x43ommit\x12\x18.kvtier.v1.CommitRequest\x1a\x19.kvtier.v1.CommitResponse\x12:\n\x05\x41\x62ort\x12\x17.kvtier.v1.AbortRequest\x1a\x18.kvtier.v1.AbortResponse\x12U\n\x0eReportResident\x12 .kvtier.v1.ReportResidentRequest\x1a!.kvtier.v1.ReportResidentResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/engine.proto\x12\tkvtier.v1\"\xdf\x01\n\x06Layout\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\x04\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\x04\x12\x10\n\x08head_dim\x18\x04 \x01(\x04\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\x04\x12\r\n\x05order\x18\x07 \x01(\t\x12\x19\n\x11layer_block_bytes\x18\x08 \x01(\x04\x12\x10\n\x08interior\x18\t \x01(\t\x12\x13\n\x0bscale_bytes\x18\n \x01(\x04\x12\x15\n\rpadding_bytes\x18\x0b \x01(\x04\"\xb8\x01\n\x0fRegisterRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\x0c\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12!\n\x06layout\x18\x04 \x01(\x0b\x32\x11.kvtier.v1.Layout\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\x0c\x12\x13\n\x0b\x64\x65scription\x18\x06 \x01(\t\x12\x1a\n\x12maps_device_memory\x18\x07 \x01(\x08\"\xfe\x01\n\x10RegisterResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x1f\n\x05\x61rena\x18\x03 \x01(\x0b\x32\x10.kvtier.v1.Arena\x12\x13\n\x0blease_ttl_s\x18\x04 \x01(\x01\x12\x19\n\x11reservation_ttl_s\x18\x05 \x01(\x01\x12\x19\n\x11max_keys_per_call\x18\x06 \x01(\r\x12\x12\n\nslot_bytes\x18\x07 \x01(\x04\x12\x14\n\x0cverify_loads\x18\x08 \x01(\t\x12.\n\rdevice_memory\x18\t \x01(\x0b\x32\x17.kvtier.v1.DeviceMemory\"B\n\x0c\x44\x65viceMemory\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"T\n\x05\x41rena\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\r\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x61llocated_bytes\x18\x04 \x01(\x04\"\x87\x01\n\rLookupRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x13\n\x0bshard_count\x18\x04 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\x0c\x12\x17\n\x0f\x62lock_compute_s\x18\x06 \x01(\x01\"\x8d\x01\n\x0eLookupResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x12\n\nestimate_s\x18\x02 \x01(\x01\x12\x12\n\nhold_ttl_s\x18\x03 \x01(\x01\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12#\n\x05tiers\x18\x05 \x03(\x0b\x32\x14.kvtier.v1.TierCount\x12\x0e\n\x06\x63oming\x18\x06 \x01(\r\")\n\tTierCount\x12\x0c\n\x04tier\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"b\n\x0bLoadRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\r\n\x05shard\x18\x05 \x01(\r\"\x94\x01\n\x0cLoadResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\r\n\x05slots\x18\x03 \x01(\x0c\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\x12\x13\n\x0blease_ttl_s\x18\x05 \x01(\x01\x12\x0c\n\x04tier\x18\x06 \x01(\r\x12\x0e\n\x06\x63oming\x18\x07 \x01(\r\x12\x0e\n\x06\x63opies\x18\x08 \x01(\x0c\"\x8b\x01\n\x0eReleaseRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x12\n\x08lease_id\x18\x03 \x01(\x04H\x00\x12\x14\n\nrequest_id\x18\x04 \x01(\tH\x00\x12\x14\n\x0c\x63orrupt_keys\x18\x05 \x01(\x0c\x12\r\n\x05shard\x18\x06 \x01(\rB\x06\n\x04what\" \n\x0fReleaseResponse\x12\r\n\x05valid\x18\x01 \x01(\x08\"v\n\x0eReserveRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x0e\n\x06parent\x18\x03 \x01(\x0c\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\r\n\x05shard\x18\x05 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\x0c\"c\n\x0fReserveResponse\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x0e\n\x06states\x18\x02 \x01(\x0c\x12\r\n\x05slots\x18\x03 \x01(\x0c\x12\x19\n\x11reservation_ttl_s\x18\x04 \x01(\x01\"l\n\rCommitRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x16\n\x0ereservation_id\x18\x03 \x01(\x04\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\x11\n\tchecksums\x18\x05 \x01(\x0c\"#\n\x0e\x43ommitResponse\x12\x11\n\tcommitted\x18\x01 \x01(\r\"X\n\x0c\x41\x62ortRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x16\n\x0ereservation_id\x18\x03 \x01(\x04\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\"\x1e\n\rAbortResponse\x12\r\n\x05\x66reed\x18\x01 \x01(\r\"j\n\x15ReportResidentRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x0c\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\x12\r\n\x05\x63lear\x18\x05 \x01(\x08\"(\n\x16ReportResidentResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r*\x96\x01\n\x0cReserveState\x12\x1d\n\x19RESERVE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15RESERVE_STATE_GRANTED\x10\x01\x12\x19\n\x15RESERVE_STATE_PRESENT\x10\x02\x12\x16\n\x12RESERVE_STATE_BUSY\x10\x03\x12\x19\n\x15RESERVE_STATE_REFUSED\x10\x04\x32\xa4\x04\n\rEngineService\x12\x43\n\x08Register\x12\x1a.kvtier.v1.RegisterRequest\x1a\x1b.kvtier.v1.RegisterResponse\x12=\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x19.kvtier.v1.LookupResponse\x12\x39\n\x04Load\x12\x16.kvtier.v1.LoadRequest\x1a\x17.kvtier.v1.LoadResponse0\x01\x12@\n\x07Release\x12\x19.kvtier.v1.ReleaseRequest\x1a\x1a.kvtier.v1.ReleaseResponse\x12@\n\x07Reserve\x12\x19.kvtier.v1.ReserveRequest\x1a\x1a.kvtier.v1.ReserveResponse\x12=\n\x06\x43ommit\x12\x18.kvtier.v1.CommitRequest\x1a\x19.kvtier.v1.CommitResponse\x12:\n\x05\x41\x62ort\x12\x17.kvtier.v1.AbortRequest\x1a\x18.kvtier.v1.AbortResponse\x12U\n\x0eReportResident\x12 .kvtier.v1.ReportResidentRequest\x1a!.kvtier.v1.ReportResidentResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RESERVESTATE']._serialized_start=2094
-  _globals['_RESERVESTATE']._serialized_end=2244
+  _globals['_RESERVESTATE']._serialized_start=2254
+  _globals['_RESERVESTATE']._serialized_end=2404
   _globals['_LAYOUT']._serialized_start=38
   _globals['_LAYOUT']._serialized_end=261
   _globals['_REGISTERREQUEST']._serialized_start=264
-  _globals['_REGISTERREQUEST']._serialized_end=420
-  _globals['_REGISTERRESPONSE']._serialized_start=423
-  _globals['_REGISTERRESPONSE']._serialized_end=629
-  _globals['_ARENA']._serialized_start=631
-  _globals['_ARENA']._serialized_end=715
-  _globals['_LOOKUPREQUEST']._serialized_start=718
-  _globals['_LOOKUPREQUEST']._serialized_end=853
-  _globals['_LOOKUPRESPONSE']._serialized_start=856
-  _globals['_LOOKUPRESPONSE']._serialized_end=997
-  _globals['_TIERCOUNT']._serialized_start=999
-  _globals['_TIERCOUNT']._serialized_end=1040
-  _globals['_LOADREQUEST']._serialized_start=1042
-  _globals['_LOADREQUEST']._serialized_end=1140
-  _globals['_LOADRESPONSE']._serialized_start=1143
-  _globals['_LOADRESPONSE']._serialized_end=1275
-  _globals['_RELEASEREQUEST']._serialized_start=1278
-  _globals['_RELEASEREQUEST']._serialized_end=1417
-  _globals['_RELEASERESPONSE']._serialized_start=1419
-  _globals['_RELEASERESPONSE']._serialized_end=1451
-  _globals['_RESERVEREQUEST']._serialized_start=1453
-  _globals['_RESERVEREQUEST']._serialized_end=1571
-  _globals['_RESERVERESPONSE']._serialized_start=1573
-  _globals['_RESERVERESPONSE']._serialized_end=1672
-  _globals['_COMMITREQUEST']._serialized_start=1674
-  _globals['_COMMITREQUEST']._serialized_end=1782
-  _globals['_COMMITRESPONSE']._serialized_start=1784
-  _globals['_COMMITRESPONSE']._serialized_end=1819
-  _globals['_ABORTREQUEST']._serialized_start=1821
-  _globals['_ABORTREQUEST']._serialized_end=1909
-  _globals['_ABORTRESPONSE']._serialized_start=1911
-  _globals['_ABORTRESPONSE']._serialized_end=1941
-  _globals['_REPORTRESIDENTREQUEST']._serialized_start=1943
-  _globals['_REPORTRESIDENTREQUEST']._serialized_end=2049
-  _globals['_REPORTRESIDENTRESPONSE']._serialized_start=2051
-  _globals['_REPORTRESIDENTRESPONSE']._serialized_end=2091
-  _globals['_ENGINESERVICE']._serialized_start=2247
-  _globals['_ENGINESERVICE']._serialized_end=2795
+  _globals['_REGISTERREQUEST']._serialized_end=448
+  _globals['_REGISTERRESPONSE']._serialized_start=451
+  _globals['_REGISTERRESPONSE']._serialized_end=705
+  _globals['_DEVICEMEMORY']._serialized_start=707
+  _globals['_DEVICEMEMORY']._serialized_end=773
+  _globals['_ARENA']._serialized_start=775
+  _globals['_ARENA']._serialized_end=859
+  _globals['_LOOKUPREQUEST']._serialized_start=862
+  _globals['_LOOKUPREQUEST']._serialized_end=997
+  _globals['_LOOKUPRESPONSE']._serialized_start=1000
+  _globals['_LOOKUPRESPONSE']._serialized_end=1141
+  _globals['_TIERCOUNT']._serialized_start=1143
+  _globals['_TIERCOUNT']._serialized_end=1184
+  _globals['_LOADREQUEST']._serialized_start=1186
+  _globals['_LOADREQUEST']._serialized_end=1284
+  _globals['_LOADRESPONSE']._serialized_start=1287
+  _globals['_LOADRESPONSE']._serialized_end=1435
+  _globals['_RELEASEREQUEST']._serialized_start=1438
+  _globals['_RELEASEREQUEST']._serialized_end=1577
+  _globals['_RELEASERESPONSE']._serialized_start=1579
+  _globals['_RELEASERESPONSE']._serialized_end=1611
+  _globals['_RESERVEREQUEST']._serialized_start=1613
+  _globals['_RESERVEREQUEST']._serialized_end=1731
+  _globals['_RESERVERESPONSE']._serialized_start=1733
+  _globals['_RESERVERESPONSE']._serialized_end=1832
+  _globals['_COMMITREQUEST']._serialized_start=1834
+  _globals['_COMMITREQUEST']._serialized_end=1942
+  _globals['_COMMITRESPONSE']._serialized_start=1944
+  _globals['_COMMITRESPONSE']._serialized_end=1979
+  _globals['_ABORTREQUEST']._serialized_start=1981
+  _globals['_ABORTREQUEST']._serialized_end=2069
+  _globals['_ABORTRESPONSE']._serialized_start=2071
+  _globals['_ABORTRESPONSE']._serialized_end=2101
+  _globals['_REPORTRESIDENTREQUEST']._serialized_start=2103
+  _globals['_REPORTRESIDENTREQUEST']._serialized_end=2209
+  _globals['_REPORTRESIDENTRESPONSE']._serialized_start=2211
+  _globals['_REPORTRESIDENTRESPONSE']._serialized_end=2251
+  _globals['_ENGINESERVICE']._serialized_start=2407
+  _globals['_ENGINESERVICE']._serialized_end=2955
 # @@protoc_insertion_point(module_scope)

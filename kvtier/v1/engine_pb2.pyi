@@ -47,23 +47,25 @@ class Layout(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_tokens: _Optional[int] = ..., order: _Optional[str] = ..., layer_block_bytes: _Optional[int] = ..., interior: _Optional[str] = ..., scale_bytes: _Optional[int] = ..., padding_bytes: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("protocol_version", "call_id", "engine_id", "layout", "fingerprint", "description")
+    __slots__ = ("protocol_version", "call_id", "engine_id", "layout", "fingerprint", "description", "maps_device_memory")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    MAPS_DEVICE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     call_id: bytes
     engine_id: str
     layout: Layout
     fingerprint: bytes
     description: str
-    def __init__(self, protocol_version: _Optional[int] = ..., call_id: _Optional[bytes] = ..., engine_id: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., fingerprint: _Optional[bytes] = ..., description: _Optional[str] = ...) -> None: ...
+    maps_device_memory: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., call_id: _Optional[bytes] = ..., engine_id: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., fingerprint: _Optional[bytes] = ..., description: _Optional[str] = ..., maps_device_memory: _Optional[bool] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("node_id", "incarnation", "arena", "lease_ttl_s", "reservation_ttl_s", "max_keys_per_call", "slot_bytes", "verify_loads")
+    __slots__ = ("node_id", "incarnation", "arena", "lease_ttl_s", "reservation_ttl_s", "max_keys_per_call", "slot_bytes", "verify_loads", "device_memory")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +74,7 @@ class RegisterResponse(_message.Message):
     MAX_KEYS_PER_CALL_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERIFY_LOADS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: int
     arena: Arena
@@ -80,7 +83,18 @@ class RegisterResponse(_message.Message):
     max_keys_per_call: int
     slot_bytes: int
     verify_loads: str
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., arena: _Optional[_Union[Arena, _Mapping]] = ..., lease_ttl_s: _Optional[float] = ..., reservation_ttl_s: _Optional[float] = ..., max_keys_per_call: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., verify_loads: _Optional[str] = ...) -> None: ...
+    device_memory: DeviceMemory
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., arena: _Optional[_Union[Arena, _Mapping]] = ..., lease_ttl_s: _Optional[float] = ..., reservation_ttl_s: _Optional[float] = ..., max_keys_per_call: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., verify_loads: _Optional[str] = ..., device_memory: _Optional[_Union[DeviceMemory, _Mapping]] = ...) -> None: ...
+
+class DeviceMemory(_message.Message):
+    __slots__ = ("device", "handle", "size_bytes")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    handle: bytes
+    size_bytes: int
+    def __init__(self, device: _Optional[str] = ..., handle: _Optional[bytes] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class Arena(_message.Message):
     __slots__ = ("arena_id", "path", "size_bytes", "allocated_bytes")
@@ -149,7 +163,7 @@ class LoadRequest(_message.Message):
     def __init__(self, call_id: _Optional[bytes] = ..., engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., keys: _Optional[bytes] = ..., shard: _Optional[int] = ...) -> None: ...
 
 class LoadResponse(_message.Message):
-    __slots__ = ("lease_id", "first", "slots", "checksums", "lease_ttl_s", "tier", "coming")
+    __slots__ = ("lease_id", "first", "slots", "checksums", "lease_ttl_s", "tier", "coming", "copies")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +171,7 @@ class LoadResponse(_message.Message):
     LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     COMING_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     first: int
     slots: bytes
@@ -164,7 +179,8 @@ class LoadResponse(_message.Message):
     lease_ttl_s: float
     tier: int
     coming: int
-    def __init__(self, lease_id: _Optional[int] = ..., first: _Optional[int] = ..., slots: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., lease_ttl_s: _Optional[float] = ..., tier: _Optional[int] = ..., coming: _Optional[int] = ...) -> None: ...
+    copies: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., first: _Optional[int] = ..., slots: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., lease_ttl_s: _Optional[float] = ..., tier: _Optional[int] = ..., coming: _Optional[int] = ..., copies: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("call_id", "engine_id", "lease_id", "request_id", "corrupt_keys", "shard")

@@ -103,6 +103,9 @@ def test_what_serve_refuses_is_not_called_ok(node: NodeProcess, short_dir: Path)
     finding = found(config(short_dir / "other", run_dir=open_to_all))["run_dir"]
     assert (finding["state"], finding["needed"]) == (MISSING, True)
     assert "0777" in finding["why"]
+    elsewhere = found(config(short_dir / "other", socket=short_dir / "elsewhere.sock"))["run_dir"]
+    assert (elsewhere["state"], elsewhere["needed"]) == (MISSING, True)
+    assert "a name in run_dir" in elsewhere["why"]
     (short_dir / "damaged").mkdir()
     for name in ("daemon.lock", "node.json"):
         (short_dir / "damaged" / name).write_text("nonsense")

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from kvtier.cli import check, hbm
@@ -48,3 +53,29 @@ def test_the_probe_has_a_line_for_each() -> None:
     assert names[0] == "cuda"
     assert names[-1] == "hbm"
     assert "gds" in names
+
+
+def test_the_configured_device_is_the_one_that_is_tried() -> None:
+    (found,) = (each for each in check._probe("gpu", arguments=["cpu"]) if each["name"] == "hbm")
+    assert (found["state"], found["why"][:4]) == (OK, "cpu:")
+
+
+def test_more_than_the_device_has_left_is_not_called_ok() -> None:
+    found = hbm.hbm_finding("cpu", 1 << 49)
+    assert (found["state"], "hbm_bytes is 562949953421312" in found["why"]) == (DEGRADED, True)
+
+
+def test_what_serve_would_refuse_for_lack_of_device_memory_is_needed(tmp_path: Path) -> None:
+    options = ["--run-dir", f"{tmp_path}/run", "--data-dir", f"{tmp_path}/data", "--dram-bytes", "64MiB"]
+    skipped = [word for name in ("nixl", "index", "vllm") for word in ("--skip", name)]
+    for hbm_bytes, needed in (("0", False), ("128TiB", True)):
+        more = ["--hbm-device", "cpu", "--hbm-bytes", hbm_bytes, *skipped, "--json"]
+        ended = subprocess.run(
+            [sys.executable, "-m", "kvtier.cli.main", "check", *options, *more],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        (found,) = (each for each in json.loads(ended.stdout)["checks"] if each["name"] == "hbm")
+        assert (found["needed"], found["state"]) == (needed, DEGRADED if needed else OK)

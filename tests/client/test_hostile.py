@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,17 @@ import grpc
 import numpy as np
 import pytest
 
+from kvtier.client.copies import CpuCopier, SlotMemory
+from kvtier.client.device import DeviceMapping
+from kvtier.errors import TierFault, Unavailable
+from kvtier.tiers import device as devices
 from kvtier.types import PAGE_SIZE_BYTES
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
 from tests.client.harness import LAYOUT, Engine, chain
 
 MIB = 1 << 20
+NO_SLOT = 2**64 - 1
 ALLOCATED = 2 * MIB
 SLOT = LAYOUT.slot_bytes
 KEYS = chain("hostile", 4)
@@ -239,3 +244,109 @@ def test_an_arena_that_is_none(hostile: Hostile, engine: Engine) -> None:
     assert engine.client.lookup("i", KEYS).blocks == 4
     hostile.loads = [load()]
     assert engine.client.load("i", KEYS, engine.pages, range(4)).loaded == 0
+
+
+@pytest.fixture
+def slab(hostile: Hostile) -> Iterator[devices.Slab]:
+    """The node says that it has device memory, which holds other bytes than the arena."""
+    made = devices.allocate("cpu", MIB)
+    made.copy_in([(0, memoryview(b"\xee" * MIB))])
+    hostile.registration.device_memory.CopyFrom(
+        pb.DeviceMemory(device="cpu", handle=made.handle(), size_bytes=MIB)
+    )
+    yield made
+    made.close()
+
+
+def test_copies_in_device_memory_are_read_and_the_rest_from_the_arena(
+    hostile: Hostile, engine: Engine, slab: devices.Slab
+) -> None:
+    hostile.loads = [load(copies=offsets(0, NO_SLOT, SLOT, NO_SLOT))]
+    assert engine.client.load("a", KEYS, engine.pages, range(4)).loaded == 4
+    assert (engine.rows([0, 2]) == 0xEE).all()
+    assert not (engine.rows([1, 3]) == 0xEE).all(axis=None)
+    assert engine.client.stats().device_blocks == 2
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [
+        offsets(MIB, NO_SLOT, NO_SLOT, NO_SLOT),
+        offsets(MIB - PAGE_SIZE_BYTES, NO_SLOT, NO_SLOT, NO_SLOT),
+        offsets(NO_SLOT - PAGE_SIZE_BYTES + 1, NO_SLOT, NO_SLOT, NO_SLOT),
+        offsets(0, PAGE_SIZE_BYTES, NO_SLOT, NO_SLOT),
+        offsets(64, NO_SLOT, NO_SLOT, NO_SLOT),
+        offsets(0, NO_SLOT),
+        offsets(*GOOD, 4 * SLOT),
+        b"x",
+    ],
+)
+def test_copies_outside_device_memory_touch_nothing(
+    hostile: Hostile, engine: Engine, slab: devices.Slab, copies: bytes
+) -> None:
+    before = engine.memory.copy()
+    hostile.loads = [load(copies=copies)]
+    assert engine.client.load("a", KEYS, engine.pages, range(4)).loaded == 0
+    assert np.array_equal(engine.memory, before)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        pb.DeviceMemory(),
+        pb.DeviceMemory(device="cpu", handle=b"{}", size_bytes=MIB),
+        pb.DeviceMemory(device="cuda:0", handle=b'{"kind": "cuda"}', size_bytes=MIB),
+        pb.DeviceMemory(device="cpu", handle=b"x" * (1 << 20), size_bytes=MIB),
+        pb.DeviceMemory(device="cpu", handle=b"[" * 4000, size_bytes=MIB),
+        pb.DeviceMemory(device="cpu", handle=b'{"kind": "cpu", "size_bytes": Infinity}', size_bytes=MIB),
+    ],
+)
+def test_device_memory_that_cannot_be_mapped_leaves_the_arena(
+    hostile: Hostile, engine: Engine, memory: pb.DeviceMemory
+) -> None:
+    hostile.registration.device_memory.CopyFrom(memory)
+    hostile.loads = [load(copies=offsets(*GOOD))]
+    for _ in range(2):
+        assert engine.client.load("a", KEYS, engine.pages, range(4)).loaded == 4
+    assert engine.client.stats().device_blocks == 0
+
+
+def test_device_memory_of_another_size_than_said_is_not_used(
+    hostile: Hostile, engine: Engine, slab: devices.Slab
+) -> None:
+    hostile.registration.device_memory.size_bytes = 2 * MIB
+    hostile.loads = [load(copies=offsets(*GOOD))]
+    assert engine.client.load("a", KEYS, engine.pages, range(4)).loaded == 4
+    assert engine.client.stats().device_blocks == 0
+
+
+def test_memory_of_another_kind_than_the_pages_is_not_touched(slab: devices.Slab) -> None:
+    with pytest.raises(Unavailable, match="not 1048576 of cuda"):
+        DeviceMapping(slab.handle(), MIB, "cuda")
+
+
+class NoWayFromTheDevice(CpuCopier):
+    """Pages to which nothing can be copied from device memory, as between GPUs without mutual access."""
+
+    tried = 0
+
+    def to_pages(self, memory: SlotMemory, offsets: Sequence[int], ids: Sequence[int]) -> None:
+        if isinstance(memory, DeviceMapping):
+            self.tried += 1
+            raise TierFault("no access")
+        super().to_pages(memory, offsets, ids)
+
+
+def test_device_memory_that_cannot_be_copied_from_leaves_the_arena(
+    hostile: Hostile, engine: Engine, slab: devices.Slab
+) -> None:
+    hostile.loads = [load(copies=offsets(0, NO_SLOT, SLOT, NO_SLOT))]
+    known = engine.pages.copier
+    assert isinstance(known, CpuCopier)
+    copier = NoWayFromTheDevice(known._layout, known._bands)
+    engine.pages.copier = copier
+    for _ in range(2):
+        assert engine.client.load("a", KEYS, engine.pages, range(4)).loaded == 4
+        assert not (engine.memory == 0xEE).all(axis=-1).any()
+    assert copier.tried == 1, "once is enough"
+    assert engine.client.stats().device_blocks == 0

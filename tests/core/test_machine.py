@@ -7,6 +7,7 @@ never a block before those that continue it. What is published is what is visibl
 
 There may be tiers below, far memory and NVMe. Each has its own model, of what demotes have written, what was
 said to have been found at the start, and nobody dropped since; what fetches bring comes like what pulls do.
+There may be device memory: what promotes have written there and nobody dropped since, of what is visible.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Read:
     promised: int
     waits: bool
     is_peer: bool = False
+    copies: dict[Key, Slot] = field(default_factory=dict)
 
 
 @dataclass
@@ -111,6 +113,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.own: dict[str, list[Key]] = {}  # what engines said that they have, oldest first
         self.in_hbm: set[Key] = set()
         self.below: dict[TierKind, dict[tuple[int, Key], Key | None]] = {}  # as `visible`
+        self.copies: set[tuple[int, Key]] = set()
         self.demotes: dict[int, Going] = {}
         self.is_down = False
         self.invalid: set[int] = set()
@@ -136,6 +139,8 @@ class CoreMachine(RuleBasedStateMachine):
         found=PATHS,
         policy=st.sampled_from(sorted(POLICIES)),
         by_worth=st.booleans(),
+        hbm=st.sampled_from((0, 0, 1, 2)),
+        used=st.sampled_from((1, 2, 2, 3)),
     )
     def begin(
         self,
@@ -156,6 +161,8 @@ class CoreMachine(RuleBasedStateMachine):
         found: list[int],
         policy: str,
         by_worth: bool,
+        hbm: int,
+        used: int,
     ) -> None:
         config = CoreConfig(
             max_leased_fraction=leased,
@@ -178,6 +185,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_lends=max(1, max_pulls // 2),
             max_lent_fraction=lent,
             max_engine_blocks=4,
+            promote_after_uses=used,
         )
         size = (min(extents, 3) if nvme or far else extents) * 4 * PAGE
         more = 0 if nvme or far else 8 * PAGE  # a small tier, so that more goes through the one below
@@ -192,7 +200,9 @@ class CoreMachine(RuleBasedStateMachine):
             outlives=True,
         )
         between = TierSpec(TierKind.FAR, far * 4 * PAGE, far * 4 * PAGE, 4 * PAGE)
-        tiers = [tier, *([below] if nvme else []), *([between] if far else [])]
+        device = TierSpec(TierKind.HBM, hbm * 4 * PAGE, hbm * 4 * PAGE, 4 * PAGE)
+        below_it = [*([below] if nvme else []), *([between] if far else [])]
+        tiers = [tier, *below_it, *([device] if hbm else [])]
         self.core = CacheCore(config, tiers, POLICIES[policy])
         self.below = {its.kind: {} for its in self.core.lower}
         if nvme:
@@ -371,8 +381,9 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(engine=st.sampled_from(sorted(ENGINES)))
     def register(self, engine: str) -> None:
         layout = LAYOUTS[ENGINES[engine]]
-        reply = self.do(m.RegisterEngine(self.call_id(), engine, layout, layout.fingerprint()))
-        assert reply == m.Registered(layout.slot_bytes)
+        maps = self.core.copies is not None and engine != "b"
+        event = m.RegisterEngine(self.call_id(), engine, layout, layout.fingerprint(), maps_device=maps)
+        assert self.do(event) == m.Registered(layout.slot_bytes)
         self.engines.add(engine)
 
     @rule(engine=st.sampled_from(sorted(ENGINES)), back=st.sampled_from((True, True, True, False)))
@@ -578,6 +589,14 @@ class CoreMachine(RuleBasedStateMachine):
             return
         assert isinstance(reply, m.Leased)
         self._leased(engine, shard, keys, reply)
+        if not reply.copies:
+            return
+        assert engine != "b", "told to an engine that cannot read it"
+        assert len(reply.copies) == len(reply.slots)
+        told = {key: copy for key, copy in zip(keys, reply.copies, strict=False) if copy is not None}
+        there = self._places(told, TierKind.HBM)
+        assert {its.block.key: its.slot for its in there if its.block.shard == shard} == told
+        self.leases[reply.lease].copies = told
 
     def _leased(self, party: str, shard: int, keys: list[Key], reply: m.Leased) -> None:
         count = len(reply.slots)
@@ -627,6 +646,8 @@ class CoreMachine(RuleBasedStateMachine):
         assert isinstance(reply, m.Released)
         if number in self.invalid:
             assert not reply.valid
+        if not lease.is_peer and lease.party in ENGINES:
+            self._lose_copies(lease.shard, wrong)
         if reply.valid:
             assert self.now_s < lease.deadline_s
             told = {(lease.shard, key) for key in lease.keys[: lease.told]}
@@ -637,6 +658,38 @@ class CoreMachine(RuleBasedStateMachine):
             except UnknownId:
                 continue
             raise AssertionError("a lease was released twice")
+
+    def _lose_copies(self, shard: int, wrong: list[Key]) -> None:
+        """Copies that may be wrong are gone, and no lease that was told of one of them is valid."""
+        for key in wrong:
+            assert not [its for its in self._places([key], TierKind.HBM) if its.block.shard == shard]
+            self.invalid |= {n for n, its in self.leases.items() if its.shard == shard and key in its.copies}
+
+    @rule(
+        engine=st.sampled_from(sorted(ENGINES)),
+        path=PATHS,
+        shard=st.sampled_from(SHARDS),
+        times=st.integers(1, 3),
+        ends_with=st.sampled_from(("", "", "lost", "wrong")),
+    )
+    def go_up(self, engine: str, path: list[int], shard: int, times: int, ends_with: str) -> None:
+        """Store, use often, let it be copied into device memory, and load it from there."""
+        self.reserve(engine, path, 0, shard, commit=True)
+        for _ in range(times):
+            before = set(self.leases)
+            self.load(engine, path, "v", shard)
+            for number in self.leases.keys() - before:
+                lease = self.leases.pop(number)
+                self.do(m.Release(self.call_id(), engine, number, None, [], shard))
+                assert lease.shard == shard
+        self.tick(1.0)
+        for number in [n for n, its in self.demotes.items() if its.demote.tier is TierKind.HBM]:
+            every = list(range(len(self.demotes[number].names)))
+            if ends_with == "wrong":
+                self._end_demote(number, every[:-1], "", {every[-1]})
+            else:
+                self._end_demote(number, [] if ends_with == "lost" else every, ends_with)
+        self.load(engine, path, "v", shard)
 
     @rule(engine=st.sampled_from(sorted(ENGINES)), request=st.sampled_from("xyz"))
     def release_hold(self, engine: str, request: str) -> None:
@@ -766,7 +819,10 @@ class CoreMachine(RuleBasedStateMachine):
         going = self.demotes.pop(number)
         for index in set(written) - going.lost:
             shard, key = going.names[index]
-            self.below[going.demote.tier][shard, key] = PARENTS[key]
+            if going.demote.tier is TierKind.HBM:
+                self.copies.add((shard, key))
+            else:
+                self.below[going.demote.tier][shard, key] = PARENTS[key]
         for index in (corrupt or set()) - going.lost:
             if going.demote.source is not TierKind.DRAM:
                 self.below[going.demote.source].pop(going.names[index], None)
@@ -1023,6 +1079,19 @@ class CoreMachine(RuleBasedStateMachine):
     def _learn_below(self) -> None:
         for tier, below in self.below.items():
             self._learn_tier(tier, below)
+        self._learn_copies()
+
+    def _learn_copies(self) -> None:
+        if self.core.copies is None:
+            return
+        every = self._places([key for keys in self.core.ids().values() for key in keys], TierKind.HBM)
+        here = {(place.block.shard, place.block.key): place.slot for place in every}
+        assert here.keys() <= self.copies, "a copy that nobody has written"
+        for number, lease in self.leases.items():
+            if self.now_s < lease.deadline_s and number not in self.invalid:
+                for key, slot in lease.copies.items():
+                    assert here.get((lease.shard, key)) == slot, "a leased copy went"
+        self.copies = set(here)
 
     def _learn_tier(self, tier: TierKind, below: dict[tuple[int, Key], Key | None]) -> None:
         places = self._places([key for _, key in below], tier)
@@ -1061,8 +1130,10 @@ class CoreMachine(RuleBasedStateMachine):
         holders = {(p.holder, p.block.key) for p in self.core.engine_blocks.places(list(PARENTS))}
         assert holders == {(engine, key) for engine, keys in self.own.items() for key in keys}
         stats = self.core.stats().tiers
-        assert [tier.blocks for tier in stats] == [len(self.visible), *map(len, self.below.values())]
-        running = [its for demotes in self.core.demotes for its in demotes.running]
+        counts = [len(self.visible), *map(len, self.below.values())]
+        assert [tier.blocks for tier in stats if tier.kind is not TierKind.HBM] == counts
+        assert [tier.blocks for tier in stats if tier.kind is TierKind.HBM] in ([], [len(self.copies)])
+        running = [its for demotes in self.core.copying for its in demotes.running]
         assert sorted(running) == sorted(self.demotes)
         assert self.core.pulls.running.keys() == self.pulls.keys()
         for number, lease in self.leases.items():
@@ -1087,6 +1158,8 @@ class CoreMachine(RuleBasedStateMachine):
             self.core.handle(m.Verified(verify.verify, intact=True), self.now_s)
         self.now_s += 100
         self.do(m.Tick())
+        for number in list(self.demotes):  # what waited to be copied, and nobody reads any more
+            self._end_demote(number, [], "cancelled")
         self._learn_below()
         everything = [
             key for _, key in (*self.visible, *(name for names in self.below.values() for name in names))
@@ -1096,7 +1169,7 @@ class CoreMachine(RuleBasedStateMachine):
             assert reply == m.Evicted(len(everything), 0)
         while self.drops:
             self.dropped()
-        for residency in (self.core.residency, *self.core.lower):
+        for residency in self.core.residencies:
             for tier in residency.tiers.values():
                 assert len(tier.free_extents) == len(tier.extents), "memory is stranded at the end"
             assert not any(residency.shards.values())

@@ -58,11 +58,12 @@ class World:
         nvme_extent_pages: int = 8,
         outlives: bool = False,
         far: int = 0,
+        hbm: int = 0,
         policy: str = "",
         **config: Any,
     ) -> None:
         """`nvme`: slots of a tier below, each with a header of one page before its block; `far`: slots of a
-        tier between the two.
+        tier between the two; `hbm`: slots of device memory, which engines then map.
         """
         defaults = {"max_leased_fraction": 1.0, "max_unfinished_fraction": 1.0, "max_pinned_fraction": 1.0}
         top = TierSpec(
@@ -85,7 +86,10 @@ class World:
             outlives=outlives,
         )
         between = TierSpec(TierKind.FAR, far * PAGE, far * PAGE, extent_pages * PAGE, arena=8)
-        tiers = [*([below] if nvme else []), *([between] if far else []), top]
+        device = TierSpec(TierKind.HBM, hbm * PAGE, hbm * PAGE, extent_pages * PAGE, arena=6)
+        others = [*([device] if hbm else []), *([below] if nvme else []), *([between] if far else [])]
+        self.has_device = bool(hbm)
+        tiers = [*others, top]
         made = POLICIES[policy or self.policy]
         self.core = CacheCore(CoreConfig(**{**defaults, **config}), tiers, made, seed=seed)
         self.now_s = 0.0
@@ -135,9 +139,11 @@ class World:
         ids = [BlockId(key, shard) for shard, keys in self.core.ids().items() for key in keys]
         return {id: tier for id in ids if (tier := self.core.tier_of(id)) is not None}
 
-    def register(self, engine: str, layout: Layout) -> m.Registered:
+    def register(self, engine: str, layout: Layout, *, maps_device: bool = True) -> m.Registered:
         self.layouts[engine] = layout
-        return self.do(m.RegisterEngine(self.call_id(), engine, layout, layout.fingerprint()))
+        maps = maps_device and self.has_device
+        event = m.RegisterEngine(self.call_id(), engine, layout, layout.fingerprint(), maps_device=maps)
+        return self.do(event)
 
     def fingerprint(self, engine: str) -> bytes:
         return self.layouts[engine].fingerprint()

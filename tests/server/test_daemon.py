@@ -58,6 +58,7 @@ async def test_a_socket_that_another_daemon_answers_on(daemon: Daemon, wire: Wir
     other = harness.config(tmp_path, daemon.config.shm_dir, data_dir=tmp_path / "other")
     with pytest.raises(AlreadyRunning, match=r"kvtier\.sock"):
         await Daemon(other).start()
+    assert not (tmp_path / "other").exists()
     assert await wire.state() == before
 
 

@@ -12,7 +12,7 @@ import pytest
 from kvtier.core.policies import POLICIES
 from kvtier.testing.simulated_node import Violation
 from kvtier.testing.simulator import Simulation, main
-from tests.sim import planted_policies, planted_tiers
+from tests.sim import planted_device, planted_policies, planted_tiers
 from tests.sim.planted import PLANTS, Plant
 
 SEEDS: dict[str, Any] = json.loads((Path(__file__).parent / "seeds.json").read_text())
@@ -65,6 +65,23 @@ def test_far_memory_alone_and_above_a_disk(below: bool) -> None:
     assert "DRAM to NVME" not in happened, "each tier's blocks go to the next one alone"
 
 
+def test_device_memory_with_and_without_tiers_below() -> None:
+    happened: dict[str, int] = {}
+    for seed in range(2000, 2030):
+        result = Simulation(seed, device=True).run(STEPS)
+        for name, count in result.counts.items():
+            happened[name] = happened.get(name, 0) + count
+    wanted = {"DRAM to HBM", "told copies", "suspected", "lost"}
+    assert all(happened.get(name, 0) >= 10 for name in wanted), happened
+
+
+@pytest.mark.parametrize("plant", planted_device.PLANTS, ids=lambda plant: plant.__name__)
+def test_planted_bugs_of_device_memory_are_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((Violation, AssertionError, LookupError)):
+        _run_without_checks(PLANT_SEEDS, device=True)
+
+
 def test_a_seed_is_one_history() -> None:
     results = [Simulation(11).run(500) for _ in range(2)]
     assert results[0] == results[1]
@@ -85,9 +102,9 @@ def test_planted_bugs_of_tiers_are_found(plant: Plant, monkeypatch: pytest.Monke
         _run_without_checks(PLANT_SEEDS, below=True)
 
 
-def _run_without_checks(seeds: int, *, below: bool) -> None:
+def _run_without_checks(seeds: int, *, below: bool | None = None, device: bool = False) -> None:
     for seed in range(seeds):
-        Simulation(seed, check_every=10**9, below=below).run(STEPS)
+        Simulation(seed, check_every=10**9, below=below, device=device).run(STEPS)
 
 
 @pytest.mark.parametrize(
