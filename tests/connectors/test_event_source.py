@@ -124,6 +124,24 @@ def test_what_was_missed_is_had_again(kept: tuple[ZmqEventPublisher, Endpoints])
     source.close()
 
 
+def test_what_comes_twice_counts_once(kept: tuple[ZmqEventPublisher, Endpoints]) -> None:
+    """Replayed, and waiting in the subscription too."""
+    publisher, endpoints = kept
+    for number in range(2):
+        publisher.publish(batch(number))
+    time.sleep(0.3)
+    source = EventSource(endpoints)
+    time.sleep(0.3)
+    for number in range(2, 5):
+        publisher.publish(batch(number))
+    time.sleep(0.5)
+    assert received(source, 6, 0.5) == removed(0, 1, 2, 3, 4)
+    publisher.publish(batch(5))
+    assert received(source, 1) == removed(5)
+    assert (source.replayed, source.gaps) == (5, 0)
+    source.close()
+
+
 def test_of_what_is_not_kept_any_more_nothing_is_known(kept: tuple[ZmqEventPublisher, Endpoints]) -> None:
     publisher, endpoints = kept
     for number in range(8):
