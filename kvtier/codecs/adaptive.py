@@ -1,9 +1,9 @@
 """Whether a codec pays, for each namespace anew, from samples of what is really stored.
 
 A block that goes at `r` bytes a second as it is takes ``1 / r`` seconds a byte. Through a codec of ratio `q`
-that decodes at `d` it takes ``1 / (q r) + 1 / d``, and ``1 / e`` more where somebody waits for the encoding
-too. The steps overlap in part, so this is what a codec costs at most: it is used where even so it gains
-`MARGIN`.
+that decodes at `d` it takes ``1 / (q r) + 1 / d``. The steps overlap in part, so this is what a codec costs
+at most: it is used where even so it gains `MARGIN`. On a way between two nodes one piece is encoded while
+the one before travels and a third is decoded: there the slowest step counts, encoding at `e` among them.
 
 Ratio and speeds are measured on a piece of a block now and then, in the thread that encodes, under the load
 that there is: while the processor is busy codecs are slow, and blocks go as they are.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -41,10 +41,10 @@ class Sample:
     encode_bytes_per_s: float
     decode_bytes_per_s: float
 
-    def s_per_byte(self, bytes_per_s: float, *, encoding_waits: bool) -> float:
-        """What one byte of a block takes through the codec and a medium of this rate."""
-        cost_s = 1 / (self.ratio * bytes_per_s) + 1 / self.decode_bytes_per_s
-        return cost_s + 1 / self.encode_bytes_per_s if encoding_waits else cost_s
+    def s_per_byte(self, bytes_per_s: float, *, is_pipelined: bool) -> float:
+        """What one byte of a block takes through the codec and a medium, or a way, of this rate."""
+        moved_s, decoded_s = 1 / (self.ratio * bytes_per_s), 1 / self.decode_bytes_per_s
+        return max(moved_s, decoded_s, 1 / self.encode_bytes_per_s) if is_pipelined else moved_s + decoded_s
 
 
 @dataclass(slots=True)
@@ -84,7 +84,8 @@ class Adaptive:
         blocks: Sequence[memoryview],
         bytes_per_s: float,
         *,
-        encoding_waits: bool = False,
+        is_pipelined: bool = False,
+        among: Collection[int] | None = None,
     ) -> tuple[Codec, list[bytes | None]]:
         """The codec that pays, and what it makes of these blocks of one namespace.
 
@@ -94,19 +95,29 @@ class Adaptive:
             Of the blocks' layout.
         bytes_per_s
             What medium or link move, as measured.
-        encoding_waits
-            Whether somebody waits for the encoding, as in a transfer; nobody does for a demotion.
+        is_pipelined
+            Whether somebody waits for all of it, and its steps run at the same time: a transfer. For a
+            demotion nobody waits, and what is written now is read much later.
+        among
+            Wire ids that whoever decodes knows; None: all.
         """
         self._sample_some(fingerprint, blocks)
-        codec = self.choose(fingerprint, bytes_per_s, encoding_waits=encoding_waits)
+        codec = self.choose(fingerprint, bytes_per_s, is_pipelined=is_pipelined, among=among)
         return codec, codec.encode(blocks)
 
-    def choose(self, fingerprint: bytes, bytes_per_s: float, *, encoding_waits: bool = False) -> Codec:
+    def choose(
+        self,
+        fingerprint: bytes,
+        bytes_per_s: float,
+        *,
+        is_pipelined: bool = False,
+        among: Collection[int] | None = None,
+    ) -> Codec:
         """The codec that pays; raw where none does, or nothing is known yet."""
         best, best_s = self._raw, (1 - MARGIN) / bytes_per_s
         for wire_id, sample in self.samples(fingerprint).items():
-            cost_s = sample.s_per_byte(bytes_per_s, encoding_waits=encoding_waits)
-            if cost_s < best_s:
+            cost_s = sample.s_per_byte(bytes_per_s, is_pipelined=is_pipelined)
+            if cost_s < best_s and (among is None or wire_id in among):
                 best, best_s = self._candidates[wire_id], cost_s
         return best
 
