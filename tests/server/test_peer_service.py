@@ -17,6 +17,7 @@ import pytest
 from kvtier.remote.channels import READ_CHUNK_BYTES
 from kvtier.server import peer_service, peer_wire
 from kvtier.server.peer_app import SERVICE
+from kvtier.transfer.coding import raw_message
 from kvtier.types import pack_keys
 from kvtier.v1 import peer_pb2 as pb
 from kvtier.v1 import peer_pb2_grpc
@@ -416,7 +417,7 @@ def test_chunks_and_frames_carry_every_byte_once() -> None:
     cuts = [0, 1, 5, READ_CHUNK_BYTES, READ_CHUNK_BYTES + 7, 2 * READ_CHUNK_BYTES, len(data)]
     views = [memoryview(data)[a:b] for a, b in pairwise(cuts)]
     pieces = list(peer_wire.chunks(views))
-    messages = [pb.ReadResponse.FromString(peer_wire.read_response(piece)) for piece in pieces]
+    messages = [pb.ReadResponse.FromString(raw_message(piece)) for piece in pieces]
     assert b"".join(message.data for message in messages) == data
     assert [len(message.data) for message in messages] == [READ_CHUNK_BYTES] * 3 + [12_345]
     assert pb.ReadResponse.FromString(peer_wire.read_response([memoryview(b"x")])).data == b"x"
