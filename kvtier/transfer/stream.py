@@ -33,7 +33,7 @@ from kvtier.transfer.coding import (
     decode,
     give_up,
 )
-from kvtier.transfer.ways import RAW_BYTES_PER_S, Reading, Ways
+from kvtier.transfer.ways import RAW_BYTES_PER_S, Way, Ways
 from kvtier.v1 import peer_pb2 as pb
 
 READ_METHOD: Final = "/kvtier.v1.PeerService/Read"
@@ -117,10 +117,10 @@ class StreamTransfer(Transfer):
         call: Any = self._channel_of(remote).unary_stream(
             READ_METHOD, request_serializer=pb.ReadRequest.SerializeToString, response_deserializer=None
         )(request)
-        reading = Reading(way, wanted_bytes)
+        way.began()
         try:
             async with asyncio.timeout(timeout_s):
-                came_bytes = await self._fill(call, _Places(into, sizes), codecs, reading)
+                came_bytes = await self._fill(call, _Places(into, sizes), codecs, way)
         except Spoilt:
             way.spoilt(self._clock())
             raise
@@ -130,11 +130,11 @@ class StreamTransfer(Transfer):
             raise TransferFault(f"the peer ended the stream: {_explain(error)}") from error
         finally:
             call.cancel()
-            reading.ended(self._clock())
+            way.ended()
         if came_bytes != wanted_bytes:
             raise TransferFault(f"the peer sent {came_bytes} bytes of {wanted_bytes}")
 
-    async def _fill(self, call: Any, places: _Places, codecs: Collection[int], reading: Reading) -> int:
+    async def _fill(self, call: Any, places: _Places, codecs: Collection[int], way: Way) -> int:
         """Write what comes into the places in order; returns how many bytes came."""
         decoding: deque[tuple[list[slice], asyncio.Task[bytearray]]] = deque()
         came_bytes = 0
@@ -151,7 +151,7 @@ class StreamTransfer(Transfer):
                     if len(decoding) > AHEAD:
                         await self._write_first(decoding)
                 self._count("in", CODEC_NAMES[part.codec], part.size_bytes, len(message))
-                reading.came(part.size_bytes, self._clock(), is_coded=part.codec != RAW)
+                way.came(part.size_bytes, self._clock(), is_coded=part.codec != RAW)
             while decoding:
                 await self._write_first(decoding)
         finally:

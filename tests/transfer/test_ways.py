@@ -11,7 +11,6 @@ from kvtier.transfer.ways import (
     GAIN,
     RAW_AGAIN_S,
     SPOILT_S,
-    Reading,
     Way,
     Ways,
 )
@@ -23,7 +22,7 @@ class Link:
     """A way that gives so much as it is, and so much through codecs; reads take the time that they take."""
 
     def __init__(self, raw: float, coded: float, pays: bool = True) -> None:
-        self.way = Way("n", 0.0)
+        self.way = Way(0.0)
         self.raw, self.coded, self.pays = raw, coded, pays
         self.now_s = 0.0
 
@@ -31,11 +30,11 @@ class Link:
         """One read as `StreamTransfer` makes it; whether a codec was asked for."""
         asks = self.way.wants_codec(self.now_s)
         is_coded = asks and self.pays
-        reading = Reading(self.way, mib * MIB)
+        self.way.began()
         for _ in range(mib):
             self.now_s += MIB / (self.coded if is_coded else self.raw)
-            reading.came(MIB, self.now_s, is_coded=is_coded)
-        reading.ended(self.now_s)
+            self.way.came(MIB, self.now_s, is_coded=is_coded)
+        self.way.ended()
         return asks
 
     def reads(self, count: int) -> list[bool]:
@@ -96,24 +95,26 @@ def test_a_way_that_stays_slow_is_tried_as_it_is_now_and_then() -> None:
 
 
 def test_what_is_nearly_equal_does_not_go_back_and_forth() -> None:
-    link = Link(4e8, 4.2e8)
-    for _ in range(40):
-        link.read()
-    link.way._coded.source.s_per_byte = 1 / (4e8 * 1.05)
-    assert link.way.wants_codec(link.now_s), "once on, it stays while it is no slower"
-    off = Link(4e8, 4.2e8)
-    off.reads(3)
-    off.way._is_on = False
-    off.way._coded.source.s_per_byte = 1 / (off.way.raw_bytes_per_s * 1.05)
-    off.way._coded.measured_s = off.now_s
-    assert not off.way.wants_codec(off.now_s), "once off, it has to gain more"
+    """Once on it stays on while it is hardly slower, once off it has to gain."""
+    link = Link(1e8, 2e8)
+    assert link.reads(4)[-1]
+    link.coded = 0.95e8
+    assert all(link.reads(10))
+    link.coded = 0.7e8
+    assert not link.reads(10)[-1]
+    off = Link(1e8, 0.8e8)
+    assert not off.reads(4)[-1]
+    off.raw = 0.75e8
+    assert not any(off.reads(10))
+    off.raw = 0.6e8
+    assert off.reads(10)[-1]
 
 
 def test_where_the_peer_sees_no_gain_its_raw_answers_keep_measuring_the_way() -> None:
     link = Link(1e8, 0.0, pays=False)
     assert any(link.reads(30))
     assert 0.9e8 < link.way.raw_bytes_per_s < 1.2e8
-    assert link.way.coded_bytes_per_s == pytest.approx(CODED_BYTES_PER_S), "still only believed"
+    assert link.way.coded_bytes_per_s == CODED_BYTES_PER_S, "still only believed"
     link.raw = 2e9
     assert not link.reads(10)[-1]
 
@@ -128,18 +129,49 @@ def test_payloads_that_are_none_stop_it_for_long() -> None:
     assert any(link.reads(3))
 
 
-def test_a_read_with_pieces_of_both_forms_counts_once() -> None:
-    way = Way("n", 0.0)
-    reading = Reading(way, 4 * MIB)
-    for number, is_coded in enumerate((False, True, False, True)):
-        reading.came(MIB, 1.0 + number, is_coded=is_coded)
-    reading.ended(5.0)
-    reading.ended(5.0)
-    for form in (way._raw, way._coded):
-        assert form.source.running == 0
-        assert form.source.outstanding_bytes == 0
-    assert (way._raw.is_measured, way._raw.new_bytes) == (False, MIB)
-    assert (way._coded.is_measured, way._coded.new_bytes) == (True, MIB), "two pieces are a measurement"
+def test_pieces_that_stayed_as_they_are_belong_to_what_codecs_make() -> None:
+    way = Way(0.0)
+    way.began()
+    for number in range(20):  # each second one is a payload, in a window of both
+        way.came(MIB // 2, number * 0.01, is_coded=number % 2 == 0)
+    way.ended()
+    assert way.coded_bytes_per_s == pytest.approx(MIB / 0.02, rel=0.01)
+    assert way.raw_bytes_per_s == ways.RAW_BYTES_PER_S
+
+
+def test_reads_beside_each_other_are_measured_together_and_pauses_are_not() -> None:
+    """Small ones too, of one message each, as long as another one runs."""
+    way, now_s = Way(0.0), 0.0
+    way.began()
+    for _ in range(60):
+        way.began()
+        now_s += 0.01
+        way.came(MIB, now_s, is_coded=False)
+        way.ended()
+    way.ended()
+    assert way.raw_bytes_per_s == pytest.approx(MIB / 0.01, rel=0.01)
+    for _ in range(60):
+        now_s += 10.0
+        way.began()
+        way.came(MIB, now_s, is_coded=False)
+        way.ended()
+    assert way.raw_bytes_per_s == pytest.approx(MIB / 0.01, rel=0.01)
+
+
+def test_one_message_that_waited_does_not_spoil_what_is_known() -> None:
+    link = Link(4e8, 0.0, pays=False)
+    link.reads(5)
+    before = link.way.raw_bytes_per_s
+    link.way.began()
+    link.way.came(MIB, link.now_s, is_coded=False)
+    link.way.came(MIB, link.now_s + 60.0, is_coded=False)
+    link.way.ended()
+    assert before / 2 < link.way.raw_bytes_per_s < before
+
+
+def test_a_way_on_which_a_message_takes_half_a_minute_is_measured_all_the_same() -> None:
+    link = Link(MIB / 30.0, MIB / 20.0)
+    assert link.reads(10) == [False] + [True] * 9, "trying it as it is would take minutes"
 
 
 def test_what_is_remembered_is_bounded() -> None:
