@@ -27,6 +27,8 @@ SAMPLE_BYTES: Final = 256 << 10
 FIRST_SAMPLES: Final = 4
 """So many of the first blocks of a namespace are sampled, and nothing is encoded before the first."""
 SAMPLE_EVERY_BLOCKS: Final = 512
+"""A power of two; before it each power of two is one too, so that first ones that were unlucky, since the
+processor was just busy, are soon outweighed."""
 MAX_NAMESPACES: Final = 256
 _WEIGHT: Final = 0.25
 _STEP_BYTES: Final = 4096
@@ -45,6 +47,13 @@ class Sample:
         """What one byte of a block takes through the codec and a medium, or a way, of this rate."""
         moved_s, decoded_s = 1 / (self.ratio * bytes_per_s), 1 / self.decode_bytes_per_s
         return max(moved_s, decoded_s, 1 / self.encode_bytes_per_s) if is_pipelined else moved_s + decoded_s
+
+
+class _Warm(threading.local):
+    """Codecs that this thread has used: the first use makes what all others find, and is no measure."""
+
+    def __init__(self) -> None:
+        self.codecs: set[int] = set()
 
 
 @dataclass(slots=True)
@@ -77,6 +86,7 @@ class Adaptive:
         self._clock = clock
         self._namespaces: OrderedDict[bytes, _Namespace] = OrderedDict()
         self._lock = threading.Lock()
+        self._warm = _Warm()
 
     def encode(
         self,
@@ -121,6 +131,27 @@ class Adaptive:
                 best, best_s = self._candidates[wire_id], cost_s
         return best
 
+    def skips(
+        self,
+        fingerprint: bytes,
+        bytes_per_s: float,
+        *,
+        is_pipelined: bool = False,
+        among: Collection[int] | None = None,
+    ) -> bool:
+        """Whether the next block goes as it is and is no sample, so that `encode` need not be called: counts
+        it. Costs microseconds, for whoever calls `encode` in a thread.
+        """
+        with self._lock:
+            known = self._namespaces.get(fingerprint)
+            if known is None or _is_sample(known.blocks):
+                return False
+        if self.choose(fingerprint, bytes_per_s, is_pipelined=is_pipelined, among=among) is not self._raw:
+            return False
+        with self._lock:
+            known.blocks += 1
+        return True
+
     def samples(self, fingerprint: bytes) -> dict[int, Sample]:
         """What has been measured, by wire id."""
         with self._lock:
@@ -137,7 +168,7 @@ class Adaptive:
             known.blocks += len(blocks)
         # One block a call at most: a large batch must not wait for many samples.
         for number in range(len(blocks)):
-            if first + number < FIRST_SAMPLES or (first + number) % SAMPLE_EVERY_BLOCKS == 0:
+            if _is_sample(first + number):
                 self._sample(known, blocks[number], first + number)
                 return
 
@@ -149,6 +180,9 @@ class Adaptive:
         begin = number * 7919 % (steps + 1) * _STEP_BYTES
         piece = block[begin : begin + SAMPLE_BYTES]
         for wire_id, codec in self._candidates.items():
+            if wire_id not in self._warm.codecs:
+                self._warm.codecs.add(wire_id)
+                self._measure(codec, piece)
             sample = self._measure(codec, piece)
             with self._lock:
                 old = known.samples.get(wire_id)
@@ -169,6 +203,11 @@ class Adaptive:
             len(piece) / max(encoded_s - begin_s, 1e-9),
             len(piece) / max(end_s - decode_s, 1e-9),
         )
+
+
+def _is_sample(number: int) -> bool:
+    """Whether the block of this number, of its namespace, is one."""
+    return number < FIRST_SAMPLES or number % SAMPLE_EVERY_BLOCKS == 0 or number & (number - 1) == 0
 
 
 def _mean(old: Sample, new: Sample) -> Sample:

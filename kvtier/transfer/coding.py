@@ -143,6 +143,11 @@ class Encoder:
         self._streams += 1
         try:
             for piece in pieces:
+                if self._adaptive.skips(fingerprint, rate, is_pipelined=True, among=codecs):
+                    while ahead:
+                        yield await ahead.popleft()
+                    yield self._raw(piece)
+                    continue
                 if len(ahead) == AHEAD:
                     yield await ahead.popleft()
                 copy = b"".join(piece)
@@ -152,6 +157,11 @@ class Encoder:
         finally:
             self._streams -= 1
             await give_up(ahead)
+
+    def _raw(self, piece: Sequence[memoryview]) -> bytes:
+        message = raw_message(piece)
+        self._count("out", RAW_NAME, sum(map(len, piece)), len(message))
+        return message
 
     async def _message(self, piece: bytes, fingerprint: bytes, codecs: Collection[int], rate: float) -> bytes:
         name, message = await self._crew.run(lambda: self._encode(piece, fingerprint, codecs, rate))

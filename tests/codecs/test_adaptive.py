@@ -103,6 +103,27 @@ def test_a_codec_that_the_reader_does_not_know_is_not_chosen() -> None:
     assert choice.encode(FINGERPRINT, blocks(), 1e6, among=[])[0].name == "raw"
 
 
+def test_what_goes_as_it_is_and_is_no_sample_need_not_be_encoded() -> None:
+    choice = Adaptive([codec := Timed(Clock(), 2.0, 1e9, 4e9)], clock=codec.clock)
+    assert not choice.skips(FINGERPRINT, 1e9), "nothing is known"
+    for _ in range(adaptive.FIRST_SAMPLES + 1):
+        assert not choice.skips(FINGERPRINT, 4e9)
+        choice.encode(FINGERPRINT, blocks(), 4e9)
+    assert not choice.skips(FINGERPRINT, 1e8), "the codec pays there"
+    assert choice.skips(FINGERPRINT, 1e8, among=[1])
+    sampled = len(codec.encoded_bytes)
+    skipped = [0]
+    for _ in range(3 * SAMPLE_EVERY_BLOCKS):
+        if choice.skips(FINGERPRINT, 4e9):
+            skipped[-1] += 1
+        else:
+            choice.encode(FINGERPRINT, blocks(), 4e9)
+            skipped.append(0)
+    assert skipped[:4] == [2, 7, 15, 31], "what is skipped is counted"
+    assert skipped[7:9] == [SAMPLE_EVERY_BLOCKS - 1] * 2
+    assert len(codec.encoded_bytes) == sampled + len(skipped) - 1
+
+
 def test_encode_says_which_codec_made_the_payloads() -> None:
     block = bfloat16(SIZE_BYTES // 2)
     choice = Adaptive([make_codec("lz4"), make_codec("zstd")])
@@ -138,7 +159,9 @@ def test_sampling_costs_little() -> None:
     choice = Adaptive([codec], clock=codec.clock)
     for _ in range(2 * SAMPLE_EVERY_BLOCKS):
         choice.encode(FINGERPRINT, blocks(4), 1e9)
-    assert sum(codec.encoded_bytes) <= SAMPLE_BYTES * (adaptive.FIRST_SAMPLES + 8)
+    assert sum(codec.encoded_bytes) <= SAMPLE_BYTES * (
+        adaptive.FIRST_SAMPLES + 8 + SAMPLE_EVERY_BLOCKS.bit_length()
+    )
     assert choice.encode(FINGERPRINT, [], 1e9)[1] == []
     assert choice.encode(FINGERPRINT, [memoryview(b"")], 1e9)[1] == [None]
 
@@ -153,6 +176,20 @@ def test_the_state_is_bounded() -> None:
     assert choice.samples((adaptive.MAX_NAMESPACES + 49).to_bytes(32, "big"))
     assert choice.samples(FINGERPRINT), "what is in use stays"
     assert len(choice._namespaces) == adaptive.MAX_NAMESPACES
+
+
+def test_the_first_use_in_a_thread_is_no_measure() -> None:
+    """It makes what all others find: scratch memory, contexts."""
+    clock = Clock()
+
+    class Cold(Timed):
+        def encode(self, blocks: Sequence[memoryview]) -> list[bytes | None]:
+            if not self.encoded_bytes:
+                self.clock.now_s += 1.0
+            return super().encode(blocks)
+
+    choice = known(Cold(clock, 2.0, 1e9, 4e9))
+    assert choice.samples(FINGERPRINT)[9].encode_bytes_per_s == pytest.approx(1e9, rel=1e-3)
 
 
 def test_cost_of_a_byte() -> None:
