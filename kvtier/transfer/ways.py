@@ -28,7 +28,8 @@ SPOILT_S: Final = 600.0
 """After a peer has sent what no codec decodes, it is not asked for any for so long."""
 MAX_WAYS: Final = 4096
 """Peers that are remembered; beyond it the one that was read from longest ago goes."""
-_WINDOW_BYTES: Final = 1 << 20
+_WINDOW_BYTES: Final = 4 << 20
+_LEAST_BYTES: Final = 1 << 20
 _TRY_BYTES: Final = 32 << 20
 _TIMES_A_TRY: Final = 20
 _WEIGHT: Final = 0.2
@@ -94,6 +95,7 @@ class Way:
         self._spoilt_until_s = now_s
         self._running = 0
         self._window_from_s: float | None = None
+        self._window_until_s = now_s
         self._window_bytes = 0
         self._window_is_coded = False
 
@@ -128,20 +130,26 @@ class Way:
     def came(self, size_bytes: int, now_s: float, *, is_coded: bool) -> None:
         """So many bytes of blocks."""
         self._window_is_coded |= is_coded
+        self._window_until_s = now_s
         if self._window_from_s is None:
             self._window_from_s = now_s
             return
         self._window_bytes += size_bytes
-        if self._window_bytes >= _WINDOW_BYTES and now_s > self._window_from_s:
-            form = self._coded if self._window_is_coded else self._raw
-            form.learn(self._window_bytes, now_s - self._window_from_s, now_s)
-            self._window_from_s, self._window_bytes, self._window_is_coded = now_s, 0, False
+        if self._window_bytes >= _WINDOW_BYTES:
+            self._close_window(now_s)
 
     def ended(self) -> None:
         """A read is over, however."""
         self._running -= 1
         if not self._running:
-            self._window_from_s, self._window_bytes, self._window_is_coded = None, 0, False
+            self._close_window(None)
+
+    def _close_window(self, next_from_s: float | None) -> None:
+        begin_s, end_s = self._window_from_s, self._window_until_s
+        if begin_s is not None and end_s > begin_s and self._window_bytes >= _LEAST_BYTES:
+            form = self._coded if self._window_is_coded else self._raw
+            form.learn(self._window_bytes, end_s - begin_s, end_s)
+        self._window_from_s, self._window_bytes, self._window_is_coded = next_from_s, 0, False
 
     def spoilt(self, now_s: float) -> None:
         """What came as a codec's payload was none."""

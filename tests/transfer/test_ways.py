@@ -158,13 +158,22 @@ def test_reads_beside_each_other_are_measured_together_and_pauses_are_not() -> N
     assert way.raw_bytes_per_s == pytest.approx(MIB / 0.01, rel=0.01)
 
 
+def test_small_pulls_count_too() -> None:
+    link = Link(1e8, 1.4e8)
+    asked = [link.read(mib=3) for _ in range(20)]
+    assert not any(asked[:2])
+    assert all(asked[2:])
+    assert link.way.raw_bytes_per_s == pytest.approx(1e8, rel=0.01)
+    assert link.way.coded_bytes_per_s == pytest.approx(1.4e8, rel=0.01)
+
+
 def test_one_message_that_waited_does_not_spoil_what_is_known() -> None:
     link = Link(4e8, 0.0, pays=False)
     link.reads(5)
     before = link.way.raw_bytes_per_s
     link.way.began()
     link.way.came(MIB, link.now_s, is_coded=False)
-    link.way.came(MIB, link.now_s + 60.0, is_coded=False)
+    link.way.came(4 * MIB, link.now_s + 60.0, is_coded=False)
     link.way.ended()
     assert before / 2 < link.way.raw_bytes_per_s < before
 
