@@ -31,6 +31,7 @@ SAMPLE_EVERY_BLOCKS: Final = 512
 processor was just busy, are soon outweighed."""
 MAX_NAMESPACES: Final = 256
 _WEIGHT: Final = 0.25
+_MAX_CHANGE: Final = 4.0
 _STEP_BYTES: Final = 4096
 _NO_COST_BYTES_PER_S: Final = 1e15
 
@@ -211,9 +212,12 @@ def _is_sample(number: int) -> bool:
 
 
 def _mean(old: Sample, new: Sample) -> Sample:
-    """Moving averages of what a byte costs, since costs add up and rates do not."""
+    """Moving averages of what a byte costs, since costs add up and rates do not; a sample during which the
+    thread had to wait, for a processor or the interpreter, must not decide alone.
+    """
 
     def mix(a: float, b: float) -> float:
+        b = min(max(b, a / _MAX_CHANGE), a * _MAX_CHANGE)
         return 1 / ((1 - _WEIGHT) / a + _WEIGHT / b)
 
     return Sample(

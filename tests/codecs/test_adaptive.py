@@ -103,6 +103,17 @@ def test_a_codec_that_the_reader_does_not_know_is_not_chosen() -> None:
     assert choice.encode(FINGERPRINT, blocks(), 1e6, among=[])[0].name == "raw"
 
 
+def test_one_sample_that_had_to_wait_does_not_decide() -> None:
+    codec = Timed(Clock(), 2.0, 1e9, 4e9)
+    choice = known(codec)
+    codec.rates = (1e6, 1e6)
+    choice.encode(FINGERPRINT, blocks(), 1e9)
+    assert choice.choose(FINGERPRINT, 0.5e9, is_pipelined=True).name == "timed"
+    for _ in range(3):
+        choice.encode(FINGERPRINT, blocks(), 1e9)
+    assert choice.choose(FINGERPRINT, 0.5e9, is_pipelined=True).name == "raw", "several do"
+
+
 def test_what_goes_as_it_is_and_is_no_sample_need_not_be_encoded() -> None:
     choice = Adaptive([codec := Timed(Clock(), 2.0, 1e9, 4e9)], clock=codec.clock)
     assert not choice.skips(FINGERPRINT, 1e9), "nothing is known"
