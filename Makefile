@@ -48,7 +48,7 @@ check: install buf ## formatting, lint, types, layers, protos and the fast tests
 	$(MAKE) --no-print-directory proto-check
 	if [ "$(FAST_TESTS)" = yes ]; then $(PYTEST) -m "not slow and not gpu" tests; fi
 
-bench: install ## one benchmark: make bench NAME=local|core|rpc|index|remote|nvme|codecs|replay|ttft|decode|idle [ARGS=...]
+bench: install ## one benchmark: make bench NAME=local|core|rpc|index|remote|wire|nvme|codecs|replay|ttft|decode|idle [ARGS=...]
 	mkdir -p $(dir $(JSON))
 	$(BIN)/python -m bench $(NAME) --json $(JSON) $(ARGS)
 

@@ -21,7 +21,7 @@ import bench
 from bench.common import MIN_ROUNDS, machine_facts
 
 EXIT_OK, EXIT_MISSED, EXIT_VOID = 0, 1, 3
-_NOT_BENCHMARKS = {"__main__", "common", "disk"}
+_NOT_BENCHMARKS = {"__main__", "common", "disk", "throttle"}
 
 
 def main(argv: list[str] | None = None) -> int:

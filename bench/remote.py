@@ -68,11 +68,17 @@ ARMS: Final = {"nixl": ("nixl", ""), "nixl, tcp": ("nixl", "tcp"), "stream": ("s
 class Asker:
     """One puller with an arena and transfers of its own."""
 
-    def __init__(self, owner: NodeRecord, directory: Path, transfer: str) -> None:
+    def __init__(self, owner: NodeRecord, directory: Path, transfer: str, **options: Any) -> None:
+        self.metrics = Metrics()
         self._owner = owner
         self._node = uuid.uuid4().hex
         self._config = Config(
-            data_dir=directory, run_dir=directory, index="none", transfer=transfer, dram_bytes=ASKER_BYTES
+            data_dir=directory,
+            run_dir=directory,
+            index="none",
+            transfer=transfer,
+            dram_bytes=ASKER_BYTES,
+            **options,
         )
         self._transfers: list[Transfer] = []
         self._pulls = 0
@@ -91,12 +97,16 @@ class Asker:
         self._peers = Peers((self._node, 1), self._config, self._transfers)
         self._hasher = Hasher({self.arena.kind: self.arena})
         self._transfers += await open_transfers(
-            self._config, self.arena.memory, self._peers.channel_of, self._node
+            self._config,
+            self.arena.memory,
+            self._peers.channel_of,
+            self._node,
+            count=self.metrics.count_stream,
         )
         assert self._transfers, f"{self._config.transfer} does not work here"
         self._peers.update([self._owner])
         self._puller = Puller(
-            self._peers, self._transfers, self.arena.view, self._hasher, self._config, Metrics()
+            self._peers, self._transfers, self.arena.view, self._hasher, self._config, self.metrics
         )
 
     async def pull(self, keys: list[Key], layout: Layout) -> float:

@@ -241,7 +241,9 @@ def _remote(
         from kvtier.transfer.opening import open_transfers  # heavy, and the socket answers by now
 
         report = unusable.__setitem__
-        return await open_transfers(config, arena.memory, peers.channel_of, identity.node_id, report)
+        return await open_transfers(
+            config, arena.memory, peers.channel_of, identity.node_id, report, metrics.count_stream
+        )
 
     return Remote(
         index=sharing.index,

@@ -134,6 +134,18 @@ class Metrics:
             ["transfer"],
             registry=self.registry,
         )
+        self.stream_block_bytes = Counter(
+            "kvtier_stream_block_bytes",
+            "Bytes of blocks that streams brought (in) and gave (out), by codec",
+            ["direction", "codec"],
+            registry=self.registry,
+        )
+        self.stream_wire_bytes = Counter(
+            "kvtier_stream_wire_bytes",
+            "What they were on the wire",
+            ["direction", "codec"],
+            registry=self.registry,
+        )
         self.pull_seconds = Histogram(
             "kvtier_pull_seconds",
             "Time that a read from another node took",
@@ -161,6 +173,11 @@ class Metrics:
         self.published = Counter(
             "kvtier_index_changes", "Locations told to the index", ["change"], registry=self.registry
         )
+
+    def count_stream(self, direction: str, codec: str, block_bytes: int, wire_bytes: int) -> None:
+        """One message of a stream, ``in`` or ``out``."""
+        self.stream_block_bytes.labels(direction, codec).inc(block_bytes)
+        self.stream_wire_bytes.labels(direction, codec).inc(wire_bytes)
 
     def read_from(self, source: Callable[[], Sample]) -> None:
         """Let scrapes show what `source` returns; it is called in the thread that scrapes."""

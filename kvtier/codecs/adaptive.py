@@ -1,9 +1,9 @@
 """Whether a codec pays, for each namespace anew, from samples of what is really stored.
 
 A block that goes at `r` bytes a second as it is takes ``1 / r`` seconds a byte. Through a codec of ratio `q`
-that decodes at `d` it takes ``1 / (q r) + 1 / d``, and ``1 / e`` more where somebody waits for the encoding
-too. The steps overlap in part, so this is what a codec costs at most: it is used where even so it gains
-`MARGIN`.
+that decodes at `d` it takes ``1 / (q r) + 1 / d``. The steps overlap in part, so this is what a codec costs
+at most: it is used where even so it gains `MARGIN`. On a way between two nodes one piece is encoded while
+the one before travels and a third is decoded: there the slowest step counts, encoding at `e` among them.
 
 Ratio and speeds are measured on a piece of a block now and then, in the thread that encodes, under the load
 that there is: while the processor is busy codecs are slow, and blocks go as they are.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -27,8 +27,11 @@ SAMPLE_BYTES: Final = 256 << 10
 FIRST_SAMPLES: Final = 4
 """So many of the first blocks of a namespace are sampled, and nothing is encoded before the first."""
 SAMPLE_EVERY_BLOCKS: Final = 512
+"""A power of two; before it each power of two is one too, so that first ones that were unlucky, since the
+processor was just busy, are soon outweighed."""
 MAX_NAMESPACES: Final = 256
 _WEIGHT: Final = 0.25
+_MAX_CHANGE: Final = 4.0
 _STEP_BYTES: Final = 4096
 _NO_COST_BYTES_PER_S: Final = 1e15
 
@@ -41,10 +44,17 @@ class Sample:
     encode_bytes_per_s: float
     decode_bytes_per_s: float
 
-    def s_per_byte(self, bytes_per_s: float, *, encoding_waits: bool) -> float:
-        """What one byte of a block takes through the codec and a medium of this rate."""
-        cost_s = 1 / (self.ratio * bytes_per_s) + 1 / self.decode_bytes_per_s
-        return cost_s + 1 / self.encode_bytes_per_s if encoding_waits else cost_s
+    def s_per_byte(self, bytes_per_s: float, *, is_pipelined: bool) -> float:
+        """What one byte of a block takes through the codec and a medium, or a way, of this rate."""
+        moved_s, decoded_s = 1 / (self.ratio * bytes_per_s), 1 / self.decode_bytes_per_s
+        return max(moved_s, decoded_s, 1 / self.encode_bytes_per_s) if is_pipelined else moved_s + decoded_s
+
+
+class _Warm(threading.local):
+    """Codecs that this thread has used: the first use makes what all others find, and is no measure."""
+
+    def __init__(self) -> None:
+        self.codecs: set[int] = set()
 
 
 @dataclass(slots=True)
@@ -77,6 +87,7 @@ class Adaptive:
         self._clock = clock
         self._namespaces: OrderedDict[bytes, _Namespace] = OrderedDict()
         self._lock = threading.Lock()
+        self._warm = _Warm()
 
     def encode(
         self,
@@ -84,7 +95,8 @@ class Adaptive:
         blocks: Sequence[memoryview],
         bytes_per_s: float,
         *,
-        encoding_waits: bool = False,
+        is_pipelined: bool = False,
+        among: Collection[int] | None = None,
     ) -> tuple[Codec, list[bytes | None]]:
         """The codec that pays, and what it makes of these blocks of one namespace.
 
@@ -94,21 +106,52 @@ class Adaptive:
             Of the blocks' layout.
         bytes_per_s
             What medium or link move, as measured.
-        encoding_waits
-            Whether somebody waits for the encoding, as in a transfer; nobody does for a demotion.
+        is_pipelined
+            Whether somebody waits for all of it, and its steps run at the same time: a transfer. For a
+            demotion nobody waits, and what is written now is read much later.
+        among
+            Wire ids that whoever decodes knows; None: all.
         """
         self._sample_some(fingerprint, blocks)
-        codec = self.choose(fingerprint, bytes_per_s, encoding_waits=encoding_waits)
+        codec = self.choose(fingerprint, bytes_per_s, is_pipelined=is_pipelined, among=among)
         return codec, codec.encode(blocks)
 
-    def choose(self, fingerprint: bytes, bytes_per_s: float, *, encoding_waits: bool = False) -> Codec:
+    def choose(
+        self,
+        fingerprint: bytes,
+        bytes_per_s: float,
+        *,
+        is_pipelined: bool = False,
+        among: Collection[int] | None = None,
+    ) -> Codec:
         """The codec that pays; raw where none does, or nothing is known yet."""
         best, best_s = self._raw, (1 - MARGIN) / bytes_per_s
         for wire_id, sample in self.samples(fingerprint).items():
-            cost_s = sample.s_per_byte(bytes_per_s, encoding_waits=encoding_waits)
-            if cost_s < best_s:
+            cost_s = sample.s_per_byte(bytes_per_s, is_pipelined=is_pipelined)
+            if cost_s < best_s and (among is None or wire_id in among):
                 best, best_s = self._candidates[wire_id], cost_s
         return best
+
+    def skips(
+        self,
+        fingerprint: bytes,
+        bytes_per_s: float,
+        *,
+        is_pipelined: bool = False,
+        among: Collection[int] | None = None,
+    ) -> bool:
+        """Whether the next block goes as it is and is no sample, so that `encode` need not be called: counts
+        it. Costs microseconds, for whoever calls `encode` in a thread.
+        """
+        with self._lock:
+            known = self._namespaces.get(fingerprint)
+            if known is None or _is_sample(known.blocks):
+                return False
+        if self.choose(fingerprint, bytes_per_s, is_pipelined=is_pipelined, among=among) is not self._raw:
+            return False
+        with self._lock:
+            known.blocks += 1
+        return True
 
     def samples(self, fingerprint: bytes) -> dict[int, Sample]:
         """What has been measured, by wire id."""
@@ -126,7 +169,7 @@ class Adaptive:
             known.blocks += len(blocks)
         # One block a call at most: a large batch must not wait for many samples.
         for number in range(len(blocks)):
-            if first + number < FIRST_SAMPLES or (first + number) % SAMPLE_EVERY_BLOCKS == 0:
+            if _is_sample(first + number):
                 self._sample(known, blocks[number], first + number)
                 return
 
@@ -138,6 +181,9 @@ class Adaptive:
         begin = number * 7919 % (steps + 1) * _STEP_BYTES
         piece = block[begin : begin + SAMPLE_BYTES]
         for wire_id, codec in self._candidates.items():
+            if wire_id not in self._warm.codecs:
+                self._warm.codecs.add(wire_id)
+                self._measure(codec, piece)
             sample = self._measure(codec, piece)
             with self._lock:
                 old = known.samples.get(wire_id)
@@ -160,10 +206,18 @@ class Adaptive:
         )
 
 
+def _is_sample(number: int) -> bool:
+    """Whether the block of this number, of its namespace, is one."""
+    return number < FIRST_SAMPLES or number % SAMPLE_EVERY_BLOCKS == 0 or number & (number - 1) == 0
+
+
 def _mean(old: Sample, new: Sample) -> Sample:
-    """Moving averages of what a byte costs, since costs add up and rates do not."""
+    """Moving averages of what a byte costs, since costs add up and rates do not; a sample during which the
+    thread had to wait, for a processor or the interpreter, must not decide alone.
+    """
 
     def mix(a: float, b: float) -> float:
+        b = min(max(b, a / _MAX_CHANGE), a * _MAX_CHANGE)
         return 1 / ((1 - _WEIGHT) / a + _WEIGHT / b)
 
     return Sample(

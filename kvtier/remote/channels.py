@@ -18,8 +18,9 @@ from kvtier.errors import (
     UnknownId,
 )
 from kvtier.remote.tls import Tls, parse_address
+from kvtier.transfer.checks import PIECE_BYTES
 
-READ_CHUNK_BYTES: Final = 1 << 20
+READ_CHUNK_BYTES: Final = PIECE_BYTES
 """What one message of `PeerService.Read` carries at most."""
 READ_MESSAGE_BYTES: Final = READ_CHUNK_BYTES + (64 << 10)
 FIRST_RECONNECT_MS: Final = 100

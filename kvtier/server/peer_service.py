@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from kvtier.node import Node
 from kvtier.server import peer_wire as wire
 from kvtier.server.calls import refuse, run, unary
 from kvtier.tiers.arena import Arena
+from kvtier.transfer.coding import RAW_NAME, Encoder, raw_message
 from kvtier.types import PROTOCOL_VERSION, Slot
 from kvtier.v1 import peer_pb2 as pb
 from kvtier.v1 import peer_pb2_grpc
@@ -45,6 +46,7 @@ class _Grant:
     node: str
     slots: dict[int, Slot]
     block_bytes: int
+    fingerprint: bytes
     deadline_s: float
 
 
@@ -75,9 +77,12 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         self._newest_lease = 0
         self._serving: asyncio.Task[None] | None = None
         self._strangers: set[str] = set()
+        self._encoder = Encoder(self.metrics.count_stream) if node.config.transfer_codec == "auto" else None
 
     async def close(self) -> None:
-        """No transfer is told anything any more; idempotent."""
+        """No transfer is told anything any more, and nothing is encoded; idempotent."""
+        if self._encoder is not None:
+            self._encoder.close()
         task, self._serving = self._serving, None
         if task is not None:
             task.cancel()
@@ -142,11 +147,11 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
                     f"block_bytes is {request.block_bytes}, but blocks of this layout have another size "
                     "here: the two sides differ in version"
                 )
-            self._grant(event.peer, reply, request.block_bytes, asked_s + reply.lease_ttl_s)
+            self._grant(event, reply, request.block_bytes, asked_s + reply.lease_ttl_s)
             await self._serve()
         return wire.leased(reply, self._arena.arena_id)
 
-    def _grant(self, node: str, reply: m.Leased, block_bytes: int, deadline_s: float) -> None:
+    def _grant(self, event: m.Acquire, reply: m.Leased, block_bytes: int, deadline_s: float) -> None:
         """Remember a new lease. The core counts leases up, so one that is not newer is a repeated answer,
         and its lease may have ended.
         """
@@ -154,7 +159,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             return
         self._newest_lease = reply.lease
         slots = {slot.offset_bytes: slot for slot in reply.slots}
-        self._grants[reply.lease] = _Grant(node, slots, block_bytes, deadline_s)
+        self._grants[reply.lease] = _Grant(event.peer, slots, block_bytes, event.fingerprint, deadline_s)
 
     async def _end(self, node: str, lease: int) -> None:
         with suppress(KvtierError):
@@ -210,14 +215,33 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             grant = self._granted(read.node, read.lease)
             views = self._views(grant, read)
             async with asyncio.timeout(grant.deadline_s - self._clock()):  # also where nobody takes the bytes
-                for piece in wire.chunks(views):
-                    self._granted(read.node, read.lease)
-                    if not await _write(context, wire.read_response(piece)):
-                        return
+                async with aclosing(self._messages(grant, read, views)) as messages:
+                    async for message in messages:
+                        self._granted(read.node, read.lease)
+                        if not await _write(context, message):
+                            return
         except TimeoutError:
             await refuse(context, self.metrics, "Read", _lease_over())
         except Exception as error:
             await refuse(context, self.metrics, "Read", error)
+
+    async def _messages(
+        self, grant: _Grant, read: wire.Read, views: Sequence[memoryview]
+    ) -> AsyncGenerator[bytes, None]:
+        """Each made no earlier than needed, or a few pieces earlier where they go through a codec."""
+        encoder = self._encoder
+        if encoder is not None and encoder.takes(read.codecs):
+            pieces = wire.chunks(views)
+            coded = encoder.messages(pieces, grant.fingerprint, read.codecs, read.bytes_per_s)
+            async with aclosing(coded) as messages:
+                async for message in messages:
+                    yield message
+            return
+        for piece in wire.chunks(views):
+            message = raw_message(piece)
+            size_bytes = sum(map(len, piece))
+            self.metrics.count_stream("out", RAW_NAME, size_bytes, len(message))
+            yield message
 
     def _granted(self, node: str, lease: int) -> _Grant:
         grant = self._grants.get(lease)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,18 +19,23 @@ from kvtier.v1 import peer_pb2 as pb
 
 FINGERPRINT_SIZE_BYTES: Final = 32
 _NODE_ID: Final = re.compile(r"[0-9a-f]{32}")
-_DATA_TAG: Final = b"\x0a"
-"""Of field 1, length-delimited: `ReadResponse.data`."""
+MAX_CODECS: Final = 16
+"""That a peer may say it reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Which bytes a peer wants: `sizes[i]` from the start of the slot at ``offsets[i]``."""
+    """Which bytes a peer wants: `sizes[i]` from the start of the slot at ``offsets[i]``.
+
+    `codecs` are wire ids that it decodes; `bytes_per_s` is what it gets without, 0 where it does not know.
+    """
 
     node: str
     lease: int
     offsets: list[int]
     sizes: list[int]
+    codecs: tuple[int, ...] = ()
+    bytes_per_s: float = 0.0
 
 
 # ---- requests
@@ -95,7 +101,7 @@ def release(message: pb.ReleaseLeaseRequest, max_keys: int) -> m.Release:
 
 
 def read(message: pb.ReadRequest, max_slots: int) -> Read:
-    """As many sizes as slots, at least one, each above 0."""
+    """As many sizes as slots, at least one, each above 0; codecs that nobody here knows are no fault."""
     if len(message.slots) % 8 or len(message.sizes) != len(message.slots):
         raise InvalidRequest(
             f"slots has {len(message.slots)} and sizes {len(message.sizes)} bytes: send 8 of each for a block"
@@ -108,7 +114,12 @@ def read(message: pb.ReadRequest, max_slots: int) -> Read:
     sizes: list[int] = np.frombuffer(message.sizes, "<u8").tolist()
     if 0 in sizes:
         raise InvalidRequest("sizes holds a 0: ask for 1 byte at least")
-    return Read(node_id(message.node_id), message.lease_id, offsets, sizes)
+    if len(message.codecs) > MAX_CODECS:
+        raise InvalidRequest(f"{len(message.codecs)} codecs were named: allowed are {MAX_CODECS}")
+    rate = message.bytes_per_s
+    if not (math.isfinite(rate) and rate >= 0):
+        raise InvalidRequest(f"bytes_per_s is {rate}: allowed is 0 or more")
+    return Read(node_id(message.node_id), message.lease_id, offsets, sizes, tuple(message.codecs), rate)
 
 
 def node_id(value: str) -> str:
@@ -166,17 +177,3 @@ def chunks(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
                 piece, room = [], READ_CHUNK_BYTES
     if piece:
         yield piece
-
-
-def read_response(piece: Sequence[memoryview]) -> bytes:
-    """A serialised `ReadResponse`: made by hand, since that copies the bytes once instead of three times."""
-    return b"".join((_DATA_TAG, _varint(sum(map(len, piece))), *piece))
-
-
-def _varint(value: int) -> bytes:
-    result = bytearray()
-    while value > 0x7F:
-        result.append(value & 0x7F | 0x80)
-        value >>= 7
-    result.append(value)
-    return bytes(result)

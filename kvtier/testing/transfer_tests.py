@@ -11,7 +11,7 @@
         def start_peer(self):
             ...  # yields a callable (node, incarnation, seed) -> PeerProcess, and ends them all
 
-A peer is a process of its own that offers `ARENA_BYTES` of ``content(seed)``; it may serve several
+A peer is a process of its own that offers `ARENA_BYTES` of ``content(seed)``, a method; it may serve several
 tests, as long as it lives. Needs pytest and pytest-asyncio.
 """
 
@@ -100,6 +100,10 @@ class TransferTests:
         """Override: a callable that starts a peer; all of them end with the test."""
         raise NotImplementedError("a subclass of TransferTests defines the fixture start_peer")
 
+    def content(self, seed: int) -> bytes:
+        """Override where peers hold something else."""
+        return content(seed)
+
     @pytest.fixture
     def peer(self, start_peer: StartPeer) -> PeerProcess:
         """A peer with ``content(1)``."""
@@ -124,7 +128,7 @@ class TransferTests:
         """Blocks of odd sizes, from and to odd places, in any order; what lies between stays."""
         dice = random.Random(3)
         wanted = bytearray(ARENA_BYTES)
-        theirs = content(1)
+        theirs = self.content(1)
         places = dice.sample(range(ARENA_BYTES // BLOCK_BYTES), 20)
         sources = [dice.randrange(ARENA_BYTES - BLOCK_BYTES) for _ in places]
         sizes = [dice.choice([1, 511, 4096, 737_280, BLOCK_BYTES]) for _ in places]
@@ -141,7 +145,7 @@ class TransferTests:
         self, transfer: Transfer, peer: PeerProcess, memory: memoryview
     ) -> None:
         """The whole arena in one piece, and in pulls that run beside each other."""
-        theirs = content(1)
+        theirs = self.content(1)
         await transfer.pull(peer.remote, [0], [ARENA_BYTES], [0], TIMEOUT_S)
         assert memory == theirs
         memory[:] = bytes(ARENA_BYTES)
@@ -168,7 +172,7 @@ class TransferTests:
             transfer.pull(peer.remote, [half], [half], [0], TIMEOUT_S),
             transfer.pull(other.remote, [0], [half], [half], TIMEOUT_S),
         )
-        assert memory == content(1)[half:] + content(2)[:half]
+        assert memory == self.content(1)[half:] + self.content(2)[:half]
 
     async def test_a_new_life(
         self, transfer: Transfer, peer: PeerProcess, start_peer: StartPeer, memory: memoryview
@@ -179,7 +183,7 @@ class TransferTests:
         peer.kill()
         following = start_peer(NODE, 2, 2)
         await transfer.pull(following.remote, [0], [BLOCK_BYTES], [0], TIMEOUT_S)
-        assert memory[:BLOCK_BYTES] == content(2)[:BLOCK_BYTES]
+        assert memory[:BLOCK_BYTES] == self.content(2)[:BLOCK_BYTES]
         with pytest.raises(TransferFault):
             await transfer.pull(old, [0], [BLOCK_BYTES], [0], SHORT_S)
 
@@ -243,7 +247,7 @@ class TransferTests:
                     )
             assert memory == bytes(ARENA_BYTES)
         await transfer.pull(peer.remote, [0], [ARENA_BYTES], [0], TIMEOUT_S)
-        assert memory == content(1)
+        assert memory == self.content(1)
 
     # ---- peers that die or say nothing
 
@@ -257,7 +261,7 @@ class TransferTests:
         with pytest.raises(TransferFault):
             await transfer.pull(remote, [0], [ARENA_BYTES], [0], TIMEOUT_S)
         other = start_peer(NODE_2, 1, 2)
-        await self._eventually(transfer, other, memory, content(2))
+        await self._eventually(transfer, other, memory, self.content(2))
 
     async def test_killed_in_the_middle(
         self, transfer: Transfer, peer: PeerProcess, start_peer: StartPeer, memory: memoryview
@@ -265,7 +269,7 @@ class TransferTests:
         """A fault, or the right bytes; and nothing is written later."""
         await self._pull_while(transfer, peer, memory, peer.kill)
         other = start_peer(NODE_2, 1, 2)
-        await self._eventually(transfer, other, memory, content(2))
+        await self._eventually(transfer, other, memory, self.content(2))
 
     async def test_stopped(
         self, transfer: Transfer, peer: PeerProcess, start_peer: StartPeer, memory: memoryview
@@ -296,7 +300,7 @@ class TransferTests:
             memory[:] = bytes([OTHER]) * ARENA_BYTES
             await asyncio.sleep(0.1)
             assert memory == bytes([OTHER]) * ARENA_BYTES
-        await self._eventually(transfer, peer, memory, content(1))
+        await self._eventually(transfer, peer, memory, self.content(1))
 
     async def _pull_while(
         self,
@@ -308,7 +312,7 @@ class TransferTests:
     ) -> None:
         """Pull everything; something happens to the peer as soon as the first byte is here."""
         memory[:] = bytes(ARENA_BYTES)
-        theirs = content(int(peer.remote.node[-1]))
+        theirs = self.content(int(peer.remote.node[-1]))
         first = next(offset for offset in range(ARENA_BYTES) if theirs[offset])
         offsets = list(range(0, ARENA_BYTES, BLOCK_BYTES))
         task = asyncio.create_task(
@@ -349,7 +353,7 @@ class TransferTests:
         for _ in range(3):
             memory[:] = bytes(ARENA_BYTES)
             await transfer.pull(peer.remote, [0], [ARENA_BYTES], [0], TIMEOUT_S)
-            assert memory == content(1)
+            assert memory == self.content(1)
             await transfer.forget(NODE)
             await transfer.forget(NODE)
 
@@ -365,8 +369,8 @@ class TransferTests:
         except TransferFault:
             pass
         else:
-            assert memory == content(1)
-        await self._eventually(transfer, peer, memory, content(1))
+            assert memory == self.content(1)
+        await self._eventually(transfer, peer, memory, self.content(1))
 
     async def test_closed_is_a_fault(
         self, make_transfer: MakeTransfer, peer: PeerProcess, memory: memoryview

@@ -8,6 +8,8 @@ from typing import Final
 from kvtier.errors import TransferFault
 
 MAX_ADDRESS: Final = 2**64 - 1
+PIECE_BYTES: Final = 1 << 20
+"""What one message of a stream stands for at most."""
 
 
 def check_ranges(sources: Sequence[int], sizes: Sequence[int], into: Sequence[int], memory_bytes: int) -> int:

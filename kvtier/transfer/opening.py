@@ -10,6 +10,7 @@ from kvtier import logs
 from kvtier.config import Config
 from kvtier.errors import Unavailable
 from kvtier.interfaces import Remote, Transfer
+from kvtier.transfer.coding import WIRE_CODECS, Count, count_nothing
 from kvtier.transfer.environment import is_loopback
 from kvtier.transfer.nixl import NixlTransfer
 from kvtier.transfer.stream import StreamTransfer
@@ -25,6 +26,7 @@ async def open_transfers(
     channel_of: ChannelOf,
     node_id: str,
     report: Callable[[str, str], object] = lambda name, reason: None,
+    count: Count = count_nothing,
 ) -> list[Transfer]:
     """Those that work here, the best first.
 
@@ -38,10 +40,12 @@ async def open_transfers(
         Of this node.
     report
         Told the name of each that is wanted and does not work, and why.
+    count
+        Told what streams bring, for metrics.
     """
     opened: list[Transfer] = []
     try:
-        for transfer in _wanted(config, channel_of, node_id):
+        for transfer in _wanted(config, channel_of, node_id, count):
             try:
                 _check_trust(transfer, config)
                 await transfer.open(memory)
@@ -57,12 +61,13 @@ async def open_transfers(
     return opened
 
 
-def _wanted(config: Config, channel_of: ChannelOf, node_id: str) -> list[Transfer]:
+def _wanted(config: Config, channel_of: ChannelOf, node_id: str, count: Count) -> list[Transfer]:
     wanted: list[Transfer] = []
     if config.transfer in ("auto", "nixl"):
         wanted.append(NixlTransfer(config.peer_host))
     if config.transfer in ("auto", "stream"):
-        wanted.append(StreamTransfer(channel_of, node_id))
+        codecs = WIRE_CODECS if config.transfer_codec == "auto" else ()
+        wanted.append(StreamTransfer(channel_of, node_id, codecs=codecs, count=count))
     return wanted
 
 

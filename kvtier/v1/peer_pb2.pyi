@@ -103,19 +103,27 @@ class ReleaseLeaseResponse(_message.Message):
     def __init__(self, valid: _Optional[bool] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("node_id", "lease_id", "slots", "sizes")
+    __slots__ = ("node_id", "lease_id", "slots", "sizes", "codecs", "bytes_per_s")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     lease_id: int
     slots: bytes
     sizes: bytes
-    def __init__(self, node_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., slots: _Optional[bytes] = ..., sizes: _Optional[bytes] = ...) -> None: ...
+    codecs: _containers.RepeatedScalarFieldContainer[int]
+    bytes_per_s: float
+    def __init__(self, node_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., slots: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., codecs: _Optional[_Iterable[int]] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class ReadResponse(_message.Message):
-    __slots__ = ("data",)
+    __slots__ = ("data", "codec", "size_bytes")
     DATA_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     data: bytes
-    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+    codec: int
+    size_bytes: int
+    def __init__(self, data: _Optional[bytes] = ..., codec: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...

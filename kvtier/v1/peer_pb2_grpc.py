@@ -83,7 +83,8 @@ class PeerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request, context):
-        """The bytes themselves, for nodes that cannot read this node's memory: slots under a lease, in order.
+        """The bytes themselves, for nodes that cannot read this node's memory: slots under a lease, in order. Smaller
+        where the asker says which codecs it reads and one of them pays; their checksums are those of the bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

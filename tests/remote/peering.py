@@ -38,6 +38,7 @@ from kvtier.remote.link import Peers
 from kvtier.remote.pulls import Puller
 from kvtier.server.peer_app import PeerServer
 from kvtier.tiers.arena import Arena
+from kvtier.transfer.coding import WIRE_CODECS
 from kvtier.transfer.nixl import NixlTransfer
 from kvtier.transfer.stream import StreamTransfer
 from kvtier.types import (
@@ -222,9 +223,14 @@ class Asker:
         self.arena = arena_of(config, Identity(PULLER_ID, 3, lock_fd=-1))
         self.transfers: list[Transfer] = []
         self.peers = Peers((PULLER_ID, 3), config, self.transfers, clock)
-        self.stream = StreamTransfer(self.peers.channel_of, PULLER_ID)
-        self.transfers += bend(self.stream)
         self.metrics = Metrics()
+        self.stream = StreamTransfer(
+            self.peers.channel_of,
+            PULLER_ID,
+            codecs=WIRE_CODECS if config.transfer_codec == "auto" else (),
+            count=self.metrics.count_stream,
+        )
+        self.transfers += bend(self.stream)
         self.hasher = Hasher({TierKind.DRAM: self.arena})
         self.puller = Puller(
             self.peers, self.transfers, self.arena.view, self.hasher, config, self.metrics, clock
@@ -374,7 +380,7 @@ class Bent(Transfer):
 
 
 class Proxy:
-    """A TCP port in front of another, which can swallow everything."""
+    """A TCP port in front of another, which can swallow everything, or let through so much a second."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -386,6 +392,9 @@ class Proxy:
         self.passed_bytes = 0
         self.hole_after_bytes = 1 << 60
         self.delay_back_s = 0.0  # of what the target answers
+        self.back_bytes_per_s = 0.0  # of all connections together; 0: as fast as it goes
+        self.back_bytes = 0
+        self._free_at_s = 0.0
 
     async def start(self) -> str:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -453,9 +462,19 @@ class Proxy:
             await passes.wait()
             if is_back and self.delay_back_s:
                 await asyncio.sleep(self.delay_back_s)
+            if is_back:
+                self.back_bytes += len(data)
+                await self._wait_for_the_line(len(data))
             writer.write(data)
             await writer.drain()
         writer.close()
+
+    async def _wait_for_the_line(self, size_bytes: int) -> None:
+        if self.back_bytes_per_s:
+            now_s = time.monotonic()
+            # Where a sleep was too long the line makes up for it.
+            self._free_at_s = max(now_s - 0.02, self._free_at_s) + size_bytes / self.back_bytes_per_s
+            await asyncio.sleep(self._free_at_s - now_s)
 
 
 class OwnerProcess:

@@ -14,9 +14,11 @@ from typing import Any
 import grpc
 import pytest
 
+from kvtier.codecs import codec_of
 from kvtier.remote.channels import READ_CHUNK_BYTES
 from kvtier.server import peer_service, peer_wire
 from kvtier.server.peer_app import SERVICE
+from kvtier.transfer.coding import raw_message
 from kvtier.types import pack_keys
 from kvtier.v1 import peer_pb2 as pb
 from kvtier.v1 import peer_pb2_grpc
@@ -337,6 +339,72 @@ async def test_reads_that_are_refused(
     assert got == content(KEYS[0])
 
 
+CODED_KEYS = chain(5, 128)
+"""2 MiB that codecs gain on: keys again and again."""
+SLOW = 1e6
+
+
+async def coded(wire: Wire, keys: list[bytes], **fields: Any) -> list[pb.ReadResponse]:
+    lease = await wire.acquire(keys=pack_keys(keys))
+    sizes = packed(*[BLOCK_BYTES] * len(keys))
+    fields = {"node_id": PULLER_ID, "lease_id": lease.lease_id, "slots": lease.slots, "sizes": sizes} | fields
+    call = wire.stub.Read(pb.ReadRequest(**fields), timeout=DEADLINE_S)
+    try:
+        return [message async for message in call]
+    finally:
+        await wire.release(lease_id=lease.lease_id)
+
+
+def plain(messages: list[pb.ReadResponse]) -> bytes:
+    whole = b""
+    for message in messages:
+        into = bytearray(message.size_bytes)
+        if message.codec:
+            codec_of(message.codec).decode(memoryview(message.data), memoryview(into))
+        whole += bytes(into) or message.data
+    return whole
+
+
+async def test_payloads_for_whoever_reads_them_and_bytes_for_all_others(owner: Owner, wire: Wire) -> None:
+    await owner.store(CODED_KEYS)
+    wanted = b"".join(map(content, CODED_KEYS))
+    for codecs in ([], [0], [3], [99, 2**32 - 1]):
+        messages = await coded(wire, CODED_KEYS, codecs=codecs, bytes_per_s=SLOW)
+        assert {message.codec for message in messages} == {0}
+        assert plain(messages) == wanted
+    for codecs in ([1], [2], [1, 2, 99]):
+        messages = await coded(wire, CODED_KEYS, codecs=codecs, bytes_per_s=SLOW)
+        assert {message.codec for message in messages} <= {0, *codecs}
+        assert messages[-1].codec
+        assert plain(messages) == wanted
+    assert plain(await coded(wire, CODED_KEYS, codecs=[2], bytes_per_s=0.0)) == wanted
+    messages = await coded(wire, CODED_KEYS, codecs=[1, 2], bytes_per_s=1e15)
+    assert {message.codec for message in messages} == {0}, "such a way is faster than any codec"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"codecs": range(1, 18)}, "17 codecs"),
+        ({"codecs": [2], "bytes_per_s": -1.0}, "bytes_per_s"),
+        ({"codecs": [2], "bytes_per_s": float("nan")}, "bytes_per_s"),
+        ({"codecs": [2], "bytes_per_s": float("inf")}, "bytes_per_s"),
+    ],
+    ids=range(4),
+)
+async def test_wishes_for_codecs_that_are_refused(
+    owner: Owner, wire: Wire, fields: dict[str, Any], words: str
+) -> None:
+    await refused(coded(wire, KEYS, **fields), "InvalidRequest", words)
+
+
+@pytest.mark.parametrize("rate", [1e-300, 1e300, 5e-324])
+async def test_rates_that_no_way_has(owner: Owner, wire: Wire, rate: float) -> None:
+    await owner.store(CODED_KEYS)
+    messages = await coded(wire, CODED_KEYS, codecs=[2], bytes_per_s=rate)
+    assert plain(messages) == b"".join(map(content, CODED_KEYS))
+
+
 async def test_a_lease_that_ends_in_the_middle_ends_the_stream(
     owner: Owner, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,10 +484,10 @@ def test_chunks_and_frames_carry_every_byte_once() -> None:
     cuts = [0, 1, 5, READ_CHUNK_BYTES, READ_CHUNK_BYTES + 7, 2 * READ_CHUNK_BYTES, len(data)]
     views = [memoryview(data)[a:b] for a, b in pairwise(cuts)]
     pieces = list(peer_wire.chunks(views))
-    messages = [pb.ReadResponse.FromString(peer_wire.read_response(piece)) for piece in pieces]
+    messages = [pb.ReadResponse.FromString(raw_message(piece)) for piece in pieces]
     assert b"".join(message.data for message in messages) == data
     assert [len(message.data) for message in messages] == [READ_CHUNK_BYTES] * 3 + [12_345]
-    assert pb.ReadResponse.FromString(peer_wire.read_response([memoryview(b"x")])).data == b"x"
+    assert pb.ReadResponse.FromString(raw_message([memoryview(b"x")])).data == b"x"
 
 
 # ---- transfers

@@ -1,17 +1,29 @@
-"""`TransferTests` on NIXL (what UCX chooses on one machine, and forced TCP) and on gRPC streams."""
+"""`TransferTests` on NIXL (what UCX chooses on one machine, and forced TCP) and on gRPC streams.
+
+Streams: as they are, through codecs, and from a peer that knows none.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import pytest
 
-from kvtier.interfaces import Remote
-from kvtier.testing.transfer_tests import MakeTransfer, StartPeer, TransferTests
+from kvtier.interfaces import Remote, Transfer
+from kvtier.testing.transfer_tests import (
+    ARENA_BYTES,
+    TIMEOUT_S,
+    MakeTransfer,
+    PeerProcess,
+    StartPeer,
+    TransferTests,
+)
 from kvtier.transfer.nixl import NixlTransfer
 from kvtier.transfer.stream import StreamTransfer
+from tests.transfer.peer import coded_content
 from tests.transfer.processes import peers
 
 
@@ -38,9 +50,20 @@ class TestNixlOverTcp(TestNixl):
             yield
 
 
+ASKS_FOR_CODECS = 1e6
+"""A way that is taken for so slow is asked for codecs at once."""
+
+
 class TestStream(TransferTests):
+    options: ClassVar[dict[str, Any]] = {}
+
     @pytest.fixture
-    def make_transfer(self) -> MakeTransfer:
+    def counted(self) -> Counter[str]:
+        """Bytes of blocks that came, by codec."""
+        return Counter()
+
+    @pytest.fixture
+    def make_transfer(self, counted: Counter[str]) -> MakeTransfer:
         channels: dict[str, Any] = {}
 
         def channel_of(remote: Remote) -> grpc.aio.Channel:
@@ -50,10 +73,39 @@ class TestStream(TransferTests):
             channel: grpc.aio.Channel = channels[remote.address]
             return channel
 
-        return lambda: StreamTransfer(channel_of, "f" * 32)
+        def count(direction: str, codec: str, block_bytes: int, wire_bytes: int) -> None:
+            counted[codec] += block_bytes
+
+        return lambda: StreamTransfer(channel_of, "f" * 32, count=count, **self.options)
 
     @pytest.fixture(scope="class")
     @classmethod
     def start_peer(cls) -> Iterator[StartPeer]:
         with peers("stream") as start:
             yield start
+
+
+class TestStreamOfAnOlderPeer(TestStream):
+    """It is asked for codecs, and sends all as it is."""
+
+    options: ClassVar[dict[str, Any]] = {"raw_bytes_per_s": ASKS_FOR_CODECS}
+
+
+class TestStreamThroughCodecs(TestStream):
+    options: ClassVar[dict[str, Any]] = {"raw_bytes_per_s": ASKS_FOR_CODECS}
+
+    def content(self, seed: int) -> bytes:
+        return coded_content(seed)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def start_peer(cls) -> Iterator[StartPeer]:
+        with peers("coded") as start:
+            yield start
+
+    async def test_it_does_go_through_a_codec(
+        self, transfer: Transfer, peer: PeerProcess, memory: memoryview, counted: Counter[str]
+    ) -> None:
+        await transfer.pull(peer.remote, [0], [ARENA_BYTES], [0], TIMEOUT_S)
+        assert memory == self.content(1)
+        assert counted["zstd"] > 0.9 * ARENA_BYTES
