@@ -9,7 +9,7 @@ Version 1. All keys begin with the prefix, a colon and the version, then a hash 
     Who has the block in HBM, likewise. That is apart: whoever wants to load blocks never reads it, and it
     takes no place of theirs. Eleven bytes do, since nobody loads by it, and keep a lone location below 100.
 ``PREFIX:1{nodes}:owner:NODE``
-    ``INCARNATION INSTANCE``: the life that holds the identity; stays for ever.
+    ``INCARNATION INSTANCE``: the life that holds the identity; stays for 30 days.
 ``PREFIX:1{nodes}:node:NODE``
     ``INCARNATION JSON``: the record, which ends with its heartbeats.
 ``PREFIX:1{nodes}:nodes``
