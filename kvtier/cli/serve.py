@@ -27,7 +27,7 @@ def serve(*, config: ConfigFile = None, as_json: AsJson = False, **values: Any) 
     one JSON document on stdout says when the socket answers.
     """
     settings = Config.load(config, **values)
-    # gRPC's core writes lines of its own to stderr, between the structured ones; what matters we log ourselves.
+    # gRPC's core writes lines of its own to stderr, between the structured ones; we log what matters.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from kvtier.daemon import run_daemon
 
