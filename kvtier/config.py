@@ -346,9 +346,9 @@ class Config(BaseSettings):
         "auto", description="how bytes come from peers: nixl, stream (gRPC), or auto (the best that works)"
     )
     transfer_codec: Annotated[Literal["auto", "off"], BeforeValidator(_lower)] = Field(
-        "auto",
+        "off",
         description="whether streams between nodes go through a lossless codec: auto (where the way is "
-        "slower than the codec, and both nodes say so) or off; what NIXL reads never does",
+        "found to be slower than the codec, and both nodes say so) or off; what NIXL reads never does",
     )
     pull_batch_bytes: Size = Field(16 * MIB, description="bytes of one step of a pull, 1 MiB to 1 GiB")
     pull_floor_s: Seconds = Field(0.1, description="a pull may take twice its estimate, but at least this")

@@ -35,7 +35,7 @@ KEYS = chain(1, 512)
 SIZE_BYTES = len(KEYS) * BLOCK_BYTES
 """8 MiB."""
 LINK_BYTES_PER_S = 30e6
-ROOM = {"dram_bytes": 16 << 20}
+ROOM: dict[str, Any] = {"dram_bytes": 16 << 20, "transfer_codec": "auto"}
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ class Scene:
 async def scene(
     home: Path, shm: Path, owner_has: dict[str, Any], asker_has: dict[str, Any]
 ) -> AsyncIterator[Scene]:
-    owner = await Owner(config(home / "owner", shm, **ROOM, **owner_has)).start()
-    asker = await Asker(config(home / "asker", shm, **ROOM, **asker_has)).start()
+    owner = await Owner(config(home / "owner", shm, **(ROOM | owner_has))).start()
+    asker = await Asker(config(home / "asker", shm, **(ROOM | asker_has))).start()
     proxy = Proxy(owner.server.address)
     proxy.back_bytes_per_s = LINK_BYTES_PER_S
     try:

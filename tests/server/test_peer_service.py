@@ -119,7 +119,7 @@ async def make_owner(tmp_path: Path, shm: Path) -> AsyncIterator[Callable[..., A
 
 @pytest.fixture
 async def owner(make_owner: Callable[..., Awaitable[Owner]]) -> Owner:
-    return await make_owner()
+    return await make_owner(transfer_codec="auto")
 
 
 @pytest.fixture
