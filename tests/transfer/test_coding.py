@@ -141,7 +141,9 @@ async def test_threads_do_the_work_and_the_loop_stays_free(encoder: Encoder) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FrameCodec, "encode", noted)
         await asyncio.gather(*(sent(encoder, [PIECE] * 8) for _ in range(4)))
-    own = threads & encoder._crew._pool._threads  # a piece of an earlier test's encoder may still be worked on
+    own = (
+        threads & encoder._crew._pool._threads
+    )  # a piece of an earlier test's encoder may still be worked on
     assert 1 <= len(own) <= coding.THREADS
     assert threading.current_thread() not in threads
 
