@@ -39,7 +39,10 @@ def check(capacity_bytes: int, wanted_bytes: int, shm_dir: Path) -> None:
         raise ResourceShortage(f"{name}, but only {available} bytes of memory are available: {lower}")
     free = machine.free_bytes(shm_dir)
     if wanted_bytes > free:
-        raise ResourceShortage(f"{name}, but only {free} bytes are free in {shm_dir}: {lower}, or enlarge it")
+        raise ResourceShortage(
+            f"{name}, but only {free} bytes are free in {shm_dir}: enlarge it (docker run --shm-size, mount "
+            "-o remount,size=), or lower dram_bytes, and extent_bytes where dram_bytes is one extent already"
+        )
 
 
 def explain(error: OSError, capacity_bytes: int, shm_dir: Path) -> str:

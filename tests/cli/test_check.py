@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -19,10 +20,12 @@ from kvtier.cli import check, options, output, reach
 from kvtier.cli.findings import DEGRADED, MISSING, OK, Finding
 from kvtier.cli.probes import PROBES
 from kvtier.config import Config
+from kvtier.daemon import Daemon
 from kvtier.demo.node import NodeProcess
-from kvtier.errors import DeadlineExceeded
+from kvtier.errors import DeadlineExceeded, ResourceShortage
 from kvtier.server.app import CONNECTIONS_PER_ENGINE, OTHER_CONNECTIONS
 from tests.cli.conftest import Kvtier
+from tests.tiers.file_harness import small_tmpfs
 
 DEADLINE_S = 30.0
 
@@ -65,6 +68,25 @@ def test_too_little_memory(short_dir: Path) -> None:
         assert findings[name]["needed"]
         assert "KVTIER_DRAM_BYTES" in findings[name]["todo"]
     assert findings["memlock"]["state"] in (OK, DEGRADED)  # unlimited here or not
+
+
+def test_shared_memory_of_one_extent_is_a_page_too_small(short_dir: Path) -> None:
+    """What Docker gives by default; `check` says what `serve` says, and the advice leads somewhere."""
+    with small_tmpfs(short_dir / "shm", 64 << 20) as shm:
+        settings = config(short_dir, shm_dir=shm, dram_bytes="auto", index="none")
+        finding = found(settings)["shared memory"]
+        assert (finding["state"], finding["needed"]) == (MISSING, True)
+        with pytest.raises(ResourceShortage, match=r"--shm-size.*extent_bytes"):
+            asyncio.run(_start(settings))
+        smaller = config(short_dir, shm_dir=shm, dram_bytes="auto", index="none", extent_bytes="8MiB")
+        assert found(smaller)["shared memory"]["state"] == OK
+        asyncio.run(_start(smaller))
+
+
+async def _start(settings: Config) -> None:
+    daemon = Daemon(settings)
+    await daemon.start()
+    await daemon.stop()
 
 
 def test_shared_memory_on_a_disk_or_nowhere(short_dir: Path) -> None:
