@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bench import __main__ as main
+from bench import ttft
 from bench.common import (
     MEMCPY_REFERENCE_BYTES_PER_S,
     MIN_ROUNDS,
@@ -76,3 +77,10 @@ def test_memcpy_copies_all_of_it(threads: int) -> None:
 def test_void() -> None:
     assert void_reason(0.49 * MEMCPY_REFERENCE_BYTES_PER_S)
     assert not void_reason(0.51 * MEMCPY_REFERENCE_BYTES_PER_S)
+
+
+def test_each_denominator_of_ttft_is_judged() -> None:
+    fast = {"cold": ttft.REFERENCE_COLD_S, "hot": ttft.REFERENCE_HOT_S, "hot, NVMe": 0.1}
+    assert ttft._void(fast) == ""
+    assert "hot, NVMe" in ttft._void(fast | {"hot, NVMe": 2.1 * ttft.REFERENCE_HOT_S})
+    assert "four others" in ttft._void(fast | {"cold, four others": 2.1 * ttft.REFERENCE_COLD_S})
