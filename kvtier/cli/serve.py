@@ -8,6 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtier import logs
 from kvtier.cli import output
 from kvtier.cli.options import AsJson, ConfigFile, with_config_options
 from kvtier.config import Config
@@ -57,7 +58,7 @@ class _Pretouch:
         if now_s - self._reported_s >= _REPORT_EVERY_S:
             self._reported_s = now_s
             ready, wanted = output.size_text(ready_bytes), output.size_text(wanted_bytes)
-            print(f"kvtier: {ready} of {wanted} of memory are ready", file=sys.stderr, flush=True)
+            logs.get("serve").info("memory is being made", ready=ready, wanted=wanted)
 
 
 def _readiness(daemon: Daemon, pretouch_s: float) -> dict[str, Any]:
