@@ -40,6 +40,7 @@ def own_finding(config: Config, *, is_running: bool = False) -> Finding:
     """
     from kvtier.remote.tls import join
     from kvtier.server.peer_app import check, refuse_busy_port
+    from kvtier.transfer.environment import why_no_nixl
 
     if config.has_no_index:
         return finding("peers", DEGRADED, "without an index there are none", "set KVTIER_INDEX to its URL")
@@ -63,6 +64,9 @@ def own_finding(config: Config, *, is_running: bool = False) -> Finding:
         if config.peer_port
         else f"{config.peer_host}, on a port that is chosen at start"
     )
+    if credentials is not None and config.transfer == "auto" and (why := why_no_nixl(config)):
+        todo = "set KVTIER_TRANSFER to nixl where the network is yours alone, else to stream"
+        return finding("peers", DEGRADED, f"{where}, bytes come by gRPC streams alone: {why}", todo)
     if credentials is not None:
         return finding("peers", OK, f"reach this node at {where}, with certificates of the configured CA")
     if config.insecure:

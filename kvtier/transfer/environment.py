@@ -9,7 +9,10 @@ import socket
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:  # agents' processes load this and do without the rest
+    from kvtier.config import Config
 
 INFINIBAND: Final = Path("/sys/class/infiniband")
 SEGMENT: Final = "256k"
@@ -23,6 +26,18 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def why_no_nixl(config: Config) -> str:
+    """Why a node does without NIXL whatever the machine has, or nothing: whoever asks for certificates does
+    not get a transfer that knows none, unless it is named.
+    """
+    if config.transfer == "nixl" or config.tls_cert_file is None or is_loopback(config.peer_host):
+        return ""
+    return (
+        "peers are asked for certificates, but NIXL neither encrypts nor authenticates what it sends: "
+        "set transfer to 'nixl' where the network itself is trusted"
+    )
 
 
 def agent_environment(peer_host: str, environ: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from kvtier.config import Config
 from kvtier.errors import Unavailable
 from kvtier.interfaces import Remote, Transfer
 from kvtier.transfer.coding import WIRE_CODECS, Count, count_nothing
-from kvtier.transfer.environment import is_loopback
+from kvtier.transfer.environment import why_no_nixl
 from kvtier.transfer.nixl import NixlTransfer
 from kvtier.transfer.stream import StreamTransfer
 
@@ -47,7 +47,8 @@ async def open_transfers(
     try:
         for transfer in _wanted(config, channel_of, node_id, count):
             try:
-                _check_trust(transfer, config)
+                if isinstance(transfer, NixlTransfer) and (why := why_no_nixl(config)):
+                    raise Unavailable(why)
                 await transfer.open(memory)
             except Unavailable as error:
                 _log.warning("a transfer cannot be used", transfer=transfer.name, why=str(error))
@@ -69,13 +70,3 @@ def _wanted(config: Config, channel_of: ChannelOf, node_id: str, count: Count) -
         codecs = WIRE_CODECS if config.transfer_codec == "auto" else ()
         wanted.append(StreamTransfer(channel_of, node_id, codecs=codecs, count=count))
     return wanted
-
-
-def _check_trust(transfer: Transfer, config: Config) -> None:
-    """Whoever asks for certificates does not get a transfer that knows none, unless it is named."""
-    is_open = config.transfer == "nixl" or config.tls_cert_file is None or is_loopback(config.peer_host)
-    if isinstance(transfer, NixlTransfer) and not is_open:
-        raise Unavailable(
-            "peers are asked for certificates, but NIXL neither encrypts nor authenticates what it sends: "
-            "set transfer to 'nixl' where the network itself is trusted"
-        )

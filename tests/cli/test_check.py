@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,7 @@ from kvtier.demo.node import NodeProcess
 from kvtier.errors import DeadlineExceeded, ResourceShortage
 from kvtier.server.app import CONNECTIONS_PER_ENGINE, OTHER_CONNECTIONS
 from tests.cli.conftest import Kvtier
+from tests.remote.peering import certificates
 from tests.tiers.file_harness import small_tmpfs
 
 DEADLINE_S = 30.0
@@ -320,6 +322,17 @@ def test_how_other_nodes_would_call_this_one(short_dir: Path) -> None:
         assert finding["state"] == state, finding
         assert word in finding["why"]
         assert finding["todo"]
+
+
+def test_with_certificates_bytes_come_by_streams(short_dir: Path) -> None:
+    values: dict[str, Any] = {"index": "redis://127.0.0.1:1", "peer_host": "0.0.0.0", "peer_address": "h:7"}
+    values |= certificates(short_dir / "ca")
+    finding = reach.own_finding(config(short_dir, **values))
+    assert finding["state"] == DEGRADED
+    assert "streams alone" in finding["why"]
+    assert "KVTIER_TRANSFER" in finding["todo"]
+    for transfer in ("nixl", "stream"):
+        assert reach.own_finding(config(short_dir, **values, transfer=transfer))["state"] == OK
 
 
 @pytest.mark.parametrize(
